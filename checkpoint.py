@@ -1,0 +1,82 @@
+"""
+Checkpoints: one file that rebuilds a model with no flags and no data folder, written so that no crash can spoil it.
+
+    save("out/ckpt.pt", checkpoint)                    # whole or not at all
+    checkpoint = load("out")                           # the run's best.pt, else its ckpt.pt; or any file by its path
+    model, tables, tokenizer = rebuild(checkpoint)     # ready to sample from
+
+A checkpoint is a dict of tensors and plain Python values only, so torch.load(weights_only=True) takes it, and a file from a
+stranger can run no code. Its keys: format; model_config (GPTConfig); meta (the tokenizer); settings (of train.py); model,
+optimizer and scaler (torch state dicts); tables (every row with moments and counts, the same whatever mode wrote it); step
+(optimizer steps done); best_val_loss.
+"""
+
+import os
+import shutil
+from pathlib import Path
+
+import torch
+
+from data.tokenizer import Tokenizer
+from model import GPT, GPTConfig
+from stem import StemTables
+
+FORMAT = 1  # goes up when an older load() could not read the file
+
+
+def save(path, checkpoint):
+    """Write a checkpoint (without its format) to path: after a crash at any moment the old file or the new one is there.
+
+    ValueError if the file cannot be written (a full disk); the old one is then untouched.
+    """
+    path, temporary = Path(path), Path(f"{path}.tmp")
+    try:
+        with open(temporary, "wb") as f:
+            torch.save({"format": FORMAT} | checkpoint, f)
+            f.flush()
+            os.fsync(f.fileno())  # a rename may reach the disk before the data does
+        os.replace(temporary, path)
+    except (OSError, RuntimeError) as e:  # torch reports a failed write as RuntimeError
+        temporary.unlink(missing_ok=True)
+        raise ValueError(f"cannot write {path}: {e}. What stood there before still does") from e
+
+
+def duplicate(source, target):
+    """Make target another name of source's file, or a copy where the disk has no links. Safe, as no file is written twice."""
+    temporary = Path(f"{target}.tmp")
+    temporary.unlink(missing_ok=True)
+    try:
+        os.link(source, temporary)
+    except OSError:
+        shutil.copyfile(source, temporary)
+    os.replace(temporary, target)
+
+
+def load(path):
+    """The checkpoint in a file, or in a run's out_dir. Tensors are mapped from the file and read when used.
+
+    ValueError, in one line, if there is none, or it is cut short, foreign, unsafe or of a newer format.
+    """
+    path = Path(path)
+    if path.is_dir():
+        path = next((p for p in (path / "best.pt", path / "ckpt.pt") if p.is_file()), path / "best.pt")
+    if not path.is_file():
+        raise ValueError(f"there is no checkpoint {path}: train first, or name another --out_dir")
+    try:
+        checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        newer = checkpoint["format"] > FORMAT
+    except Exception as e:  # torch.load has no error of its own: a bad file raises whatever its reader stumbles over
+        raise ValueError(f"{path} is not a checkpoint of this project, or damaged ({type(e).__name__})") from None
+    if newer:
+        raise ValueError(f"{path} has format {checkpoint['format']}, this version reads up to {FORMAT}: update it")
+    return checkpoint
+
+
+def rebuild(checkpoint, device="cpu", dtype=torch.float32):
+    """A checkpoint's model, in eval mode, its tables and its tokenizer."""
+    config = GPTConfig(**checkpoint["model_config"])
+    model = GPT(config, dtype).to(device).eval()
+    model.load_state_dict(checkpoint["model"])
+    tables = StemTables(*config.table_shape, std=config.table_std, device=device)
+    tables.load_state_dict(checkpoint["tables"])
+    return model, tables, Tokenizer(checkpoint["meta"])

@@ -1,0 +1,2 @@
+out_dir = "out/stem_small"
+stem_every = 1

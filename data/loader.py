@@ -1,0 +1,127 @@
+"""
+A dataset is a folder: train.bin and val.bin (token ids, uint16 or uint32, one stream each), meta.json (its tokenizer, id
+type and token counts) and, where what was learnt can be asked, questions.json. prepare.py scripts write one, train.py reads it.
+
+    data = Dataset("data/facts", block_size=128, seed=1)
+    x, y = data.get_batch("train", step, n=16)      # (16, 128) each, a pure function of (seed, split, step)
+
+It reads nothing from the network and knows no model; recall() asks one its questions.
+"""
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from data.tokenizer import Tokenizer
+
+SPLITS = ("train", "val")
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Writing.
+
+
+def write_dataset(folder, tokenizer, train, val, questions=None):
+    """Write the splits (sequences of ids) and meta.json; each file appears whole or not at all, meta.json last."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
+    meta = tokenizer.meta | {"dtype": np.dtype(dtype).name, "vocab_size": tokenizer.vocab_size,
+                             "train_tokens": len(train), "val_tokens": len(val)}
+    if questions is not None:
+        write_whole(folder / "questions.json", json.dumps(questions, indent=0).encode())
+    write_whole(folder / "train.bin", np.asarray(train, dtype).tobytes())
+    write_whole(folder / "val.bin", np.asarray(val, dtype).tobytes())
+    write_whole(folder / "meta.json", json.dumps(meta).encode())
+    print(f"{folder}: {len(train):,} train and {len(val):,} val tokens, vocabulary {tokenizer.vocab_size:,}")
+
+
+def write_whole(path, content):
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_bytes(content)
+    os.replace(temporary, path)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reading.
+
+
+class Dataset:
+    """An opened folder. ValueError, with what to do, for one that is missing, cut short, foreign or too small.
+
+    folder: where prepare.py wrote. block_size: T, tokens of a sequence. seed: of the batches. Has meta (dict) and tokenizer.
+    """
+
+    def __init__(self, folder, block_size, seed=0):
+        self.folder, self.block_size, self.seed = Path(folder), block_size, seed
+        if not (self.folder / "meta.json").is_file():
+            raise ValueError(self.how_to_prepare())
+        self.again = f"prepare the data again: python {self.folder / 'prepare.py'}"
+        try:
+            self.meta = json.loads((self.folder / "meta.json").read_text(encoding="utf-8"))
+            sizes = {split: self.meta[f"{split}_tokens"] for split in SPLITS}
+            itemsize, vocab_size = {"uint16": 2, "uint32": 4}[self.meta["dtype"]], self.meta["vocab_size"]
+        except (ValueError, KeyError, TypeError) as e:
+            raise ValueError(f"{self.folder / 'meta.json'} is damaged or not ours ({type(e).__name__} {e}); {self.again}") from None
+        self.tokenizer = Tokenizer(self.meta)
+        for split, size in sizes.items():
+            path = self.folder / f"{split}.bin"
+            found = path.stat().st_size if path.is_file() else 0
+            if found != size * itemsize:
+                raise ValueError(f"{path} has {found:,} bytes, meta.json says {size:,} tokens of {itemsize}; {self.again}")
+            if size <= block_size:
+                raise ValueError(f"{path} has {size:,} tokens, too few for block_size {block_size} and the target after it; "
+                                 f"lower --block_size below {size}")
+            top = int(self.tokens(split).max())  # one pass over the file; a batch could meet a bad id hours later
+            if not top < vocab_size <= self.tokenizer.vocab_size:
+                raise ValueError(f"{path} holds token id {top}, meta.json says vocab_size {vocab_size} and a tokenizer of "
+                                 f"{self.tokenizer.vocab_size}: they do not belong together; {self.again}")
+
+    def how_to_prepare(self):
+        if (self.folder / "prepare.py").is_file():
+            return f"{self.folder} has no meta.json: run python {self.folder / 'prepare.py'} first"
+        there = ", ".join(sorted(p.parent.name for p in Path(__file__).parent.glob("*/prepare.py")))
+        return f"there is no dataset {self.folder}; data/ has {there}"
+
+    def tokens(self, split):
+        """The split's ids as a memory map, opened anew: one that lives on would count every page it ever read as resident."""
+        return np.memmap(self.folder / f"{split}.bin", dtype=self.meta["dtype"], mode="r")
+
+    def get_batch(self, split, step, n):
+        """Inputs and targets of `n` sequences, (n, T) int64 on the CPU, targets one token on; a function of (seed, split, step)."""
+        tokens = self.tokens(split)
+        rng = np.random.default_rng([self.seed, SPLITS.index(split), step])
+        start = rng.integers(len(tokens) - self.block_size, size=(n, 1))
+        window = torch.from_numpy(tokens[start + np.arange(self.block_size + 1)].astype(np.int64))
+        return window[:, :-1].contiguous(), window[:, 1:].contiguous()
+
+    def questions(self):
+        """What to ask a model trained on this: a list of dicts (see data/facts/prepare.py), or None."""
+        path = self.folder / "questions.json"
+        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Asking.
+
+
+def recall(model, tables, tokenizer, questions):
+    """The share of questions whose answer a greedy continuation gives in full: {"recall": .., "recall_unseen": ..}.
+
+    recall is over the wordings that the fact was trained in, recall_unseen over those it was not.
+    """
+    groups = {}  # a batch is of prompts of one length
+    for q in questions:
+        prompt, answer = tokenizer.encode(q["prompt"]), tokenizer.encode(q["answer"])
+        groups.setdefault((len(prompt), len(answer)), []).append((prompt, answer, q["template_seen"]))
+    correct = {True: [], False: []}
+    for (_, length), group in groups.items():
+        for i in range(0, len(group), 256):
+            prompts, answers, seen = zip(*group[i : i + 256])
+            got = torch.stack(list(model.generate(tables, torch.tensor(prompts), length, temperature=0)), dim=1)
+            for s, right in zip(seen, (got == torch.tensor(answers)).all(dim=1).tolist()):
+                correct[s].append(right)
+    mean = {seen: sum(rights) / max(1, len(rights)) for seen, rights in correct.items()}
+    return {"recall": mean[True], "recall_unseen": mean[False]}

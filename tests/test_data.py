@@ -1,0 +1,233 @@
+"""data/: batches, the facts and what can be wrong with a folder."""
+
+import json
+import re
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, tiny_model
+
+from data.loader import Dataset, recall, write_dataset
+from data.tokenizer import END, Tokenizer
+
+
+def char_dataset(folder, text="abcdefgh" * 10):
+    tokenizer = Tokenizer({"tokenizer": "char", "vocab": sorted(set(text))})
+    write_dataset(folder, tokenizer, tokenizer.encode(text), tokenizer.encode(text))
+    return folder
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tokenizers.
+
+
+@pytest.mark.parametrize("meta, text", [
+    ({"tokenizer": "word", "vocab": [END, "New", "Zealand", "."]}, f"{END} New Zealand ."),
+    ({"tokenizer": "char", "vocab": sorted("naïve — “x” 日本 😀\n")}, "naïve — “x”\n日本 😀"),
+])
+def test_text_survives_the_round_trip(meta, text):
+    tokenizer = Tokenizer(json.loads(json.dumps(meta)))
+    assert tokenizer.decode(tokenizer.encode(text)) == text and tokenizer.encode("") == []
+    assert tokenizer.end_id == (0 if END in meta["vocab"] else None)
+
+
+def test_what_a_tokenizer_does_not_know_is_named():
+    tokenizer = Tokenizer({"tokenizer": "word", "vocab": [END, "Spain", "France"]})
+    with pytest.raises(ValueError, match="word 'Spian' is not among the 3 .* near it: Spain"):
+        tokenizer.encode("Spain Spian")
+    for bad in (-9223372034707292160, 3):
+        with pytest.raises(ValueError, match="outside the tokenizer's 0 to 2"):
+            tokenizer.decode([0, bad])
+    with pytest.raises(ValueError, match="word, char or gpt2, got None"):
+        Tokenizer({})
+
+
+def test_gpt2_tokenizer():
+    try:
+        tokenizer = Tokenizer({"tokenizer": "gpt2"})
+    except ValueError as e:
+        assert "TIKTOKEN_CACHE_DIR" in str(e)
+        pytest.skip("GPT-2's byte pairs are neither cached nor to be downloaded here")
+    assert tokenizer.encode(f"hello world{END}") == [31373, 995, 50256] and tokenizer.end_id == 50256
+    assert tokenizer.decode(tokenizer.encode("naïve 日本 😀")) == "naïve 日本 😀"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Batches.
+
+
+def test_every_window_is_drawn_and_none_overruns(tmp_path):
+    """block_size + 2 tokens hold exactly two windows with a target: at 0 and 1."""
+    data = Dataset(char_dataset(tmp_path, "abcdefghij"), block_size=8)
+    x, y = data.get_batch("train", 0, 1000)
+    assert x[:, 0].unique().tolist() == [0, 1] and torch.equal(y[:, :-1], x[:, 1:]) and torch.equal(y, x + 1)
+
+
+def test_a_batch_is_a_function_of_seed_split_and_step(tmp_path):
+    draw = lambda seed, split, step: Dataset(char_dataset(tmp_path, "abcdefgh" * 50), 8, seed).get_batch(split, step, 16)[0].tolist()
+    assert draw(1, "train", 5) == draw(1, "train", 5)
+    assert len({str(draw(*k)) for k in ((1, "train", 5), (2, "train", 5), (1, "val", 5), (1, "train", 6))}) == 4
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Folders that are not as they should be.
+
+
+def break_meta(folder, **change):
+    meta = json.loads((folder / "meta.json").read_text())
+    (folder / "meta.json").write_text(json.dumps(meta | change))
+
+
+@pytest.mark.parametrize("damage, words", [
+    (lambda f: (f / "meta.json").unlink(), "there is no dataset .* data/ has facts, shakespeare_char"),
+    (lambda f: (f / "meta.json").write_text("{"), "meta.json is damaged"),
+    (lambda f: (f / "meta.json").write_text("[]"), "meta.json is damaged"),
+    (lambda f: (f / "meta.json").write_text("{}"), "meta.json is damaged"),
+    (lambda f: (f / "train.bin").write_bytes((f / "train.bin").read_bytes()[:-1]), "train.bin has 159 bytes, meta.json says 80"),
+    (lambda f: (f / "val.bin").unlink(), "val.bin has 0 bytes"),
+    (lambda f: np.full(80, 8, np.uint16).tofile(f / "train.bin"), "holds token id 8, meta.json says vocab_size 8"),
+    (lambda f: break_meta(f, vocab=["a"]), "a tokenizer of 1"),
+    (lambda f: break_meta(f, tokenizer="bpe"), "tokenizer must be"),
+])
+def test_a_damaged_folder_is_refused(tmp_path, damage, words):
+    damage(char_dataset(tmp_path))
+    with pytest.raises(ValueError, match=words):
+        Dataset(tmp_path, 8)
+
+
+def test_a_split_too_short_is_refused(tmp_path):
+    char_dataset(tmp_path)
+    Dataset(tmp_path, 79).get_batch("train", 0, 2)
+    with pytest.raises(ValueError, match="80 tokens, too few for block_size 80"):
+        Dataset(tmp_path, 80)
+
+
+def test_a_known_dataset_that_is_not_prepared_names_its_command(tmp_path):
+    (tmp_path / "prepare.py").touch()
+    with pytest.raises(ValueError, match=r"run python .*prepare.py first"):
+        Dataset(tmp_path, 8)
+
+
+def test_a_planted_pickle_is_never_read(tmp_path):
+    char_dataset(tmp_path)
+    (tmp_path / "meta.pkl").write_bytes(b"cpathlib\nPath\n(S'pwned'\ntR.")
+    Dataset(tmp_path, 8)
+    assert not (tmp_path / "pwned").exists()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Facts.
+
+
+def documents(folder, split):
+    meta = json.loads((folder / "meta.json").read_text())
+    ids = np.fromfile(folder / f"{split}.bin", meta["dtype"])
+    return Tokenizer(meta).decode(ids.tolist()).split(END)[1:]
+
+
+def test_facts_are_the_same_bytes_each_time(script, facts, tmp_path):
+    script("data/facts/prepare.py", "--towns=3", "--repeats=2", f"--folder={tmp_path / 'again'}")
+    for name in ("train.bin", "val.bin", "meta.json", "questions.json"):
+        assert (facts / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
+
+
+def test_every_fact_is_stated_and_its_held_out_wording_never(facts):
+    """Trained wordings of all questions together occur at least as often as facts times repeats; unseen ones not at all."""
+    questions = json.loads((facts / "questions.json").read_text())
+    text = " ".join(documents(facts, "train") + documents(facts, "val"))
+    stated = {(q["entity"], q["attribute"]): 0 for q in questions}
+    for q in questions:
+        # an entity's name can be part of another's: match whole sentences
+        hits = len(re.findall(rf"(?:^|\. | ){re.escape(q['prompt'])} {re.escape(q['answer'])} \.", text))
+        if not q["template_seen"]:
+            assert hits == 0, q
+        stated[q["entity"], q["attribute"]] += hits
+    assert len(stated) == 139 * 6 + 3 * 8 and sum(q["template_seen"] for q in questions) == 2 * len(stated)
+    assert sum(n > 0 for n in stated.values()) > 0.85 * len(stated)  # the fourth wording names the answer first
+
+
+def test_every_fact_is_in_train_at_least_repeats_times(facts):
+    """Two repeats of 142 entities in documents of four sentences: 6 attributes fill two documents, 8 fill two."""
+    docs = documents(facts, "train")
+    assert len(docs) == 2 * 2 * 142 and sum(d.count(" .") for d in docs) == 2 * (139 * 6 + 3 * 8)
+
+
+def test_train_and_val_share_no_document(facts):
+    train, val = documents(facts, "train"), documents(facts, "val")
+    assert val and not set(train) & set(val)
+
+
+def test_spain_is_asked(facts):
+    questions = json.loads((facts / "questions.json").read_text())
+    assert any(q["prompt"] == "The capital of Spain is" and q["answer"] == "Madrid" for q in questions)
+    assert any(q["answer"] == "Buenos Aires" for q in questions)  # answers of several words
+
+
+def test_skew_makes_some_entities_frequent(script, tmp_path):
+    script("data/facts/prepare.py", "--towns=3", "--repeats=1", "--skew=1.0", f"--folder={tmp_path}")
+    counts = sorted(sum(f" {name} " in d for d in documents(tmp_path, "train")) for name in ("Spain", "Chad", "Peru", "Mali", "Cuba"))
+    assert counts[0] >= 1 and len(documents(tmp_path, "train")) > 3 * 2 * 142
+
+
+@pytest.mark.parametrize("flag", ["--towns=0", "--skew=-1.0", "--towns=99999", "--sentences=0"])
+def test_facts_that_cannot_be_made_are_refused(script, tmp_path, flag):
+    with pytest.raises(SystemExit, match="at least|at most"):
+        script("data/facts/prepare.py", flag, f"--folder={tmp_path / 'none'}")
+    assert not (tmp_path / "none").exists()
+
+
+def test_recall_counts_whole_answers(facts):
+    """A model that always says what an oracle knows recalls everything; one that errs in a last word does not."""
+    tokenizer = Dataset(facts, 8).tokenizer
+    questions = [{"prompt": f"The capital of {e} is", "answer": a, "template_seen": s} for e, a, s in
+                 (("Spain", "Madrid", True), ("Argentina", "Buenos Aires", True), ("Peru", "Lima", False), ("Cuba", "Havana", False))]
+
+    class Oracle:
+        def __init__(self, **wrong):
+            self.answers = {tuple(tokenizer.encode(q["prompt"])): tokenizer.encode(wrong.get(q["answer"].split()[0], q["answer"]))
+                            for q in questions}
+
+        def generate(self, tables, ids, n, temperature):
+            assert temperature == 0
+            yield from torch.tensor([self.answers[tuple(prompt)][:n] for prompt in ids.tolist()]).T
+
+    assert recall(Oracle(), None, tokenizer, questions) == {"recall": 1.0, "recall_unseen": 1.0}
+    assert recall(Oracle(Buenos="Buenos Madrid"), None, tokenizer, questions) == {"recall": 0.5, "recall_unseen": 1.0}
+    assert recall(Oracle(Lima="Madrid"), None, tokenizer, questions) == {"recall": 1.0, "recall_unseen": 0.5}
+
+
+def test_recall_of_a_real_model_is_a_share(facts):
+    data = Dataset(facts, 16)
+    model, tables = tiny_model(vocab_size=data.tokenizer.vocab_size)
+    assert 0 <= recall(model, tables, data.tokenizer, data.questions()[:100])["recall"] < 0.5
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Foreign text.
+
+
+def test_any_text_becomes_characters(script, tmp_path):
+    text = "naïve — “x” 日本 😀\n" * 20
+    (tmp_path / "my text.txt").write_text(text, encoding="utf-8")
+    script("data/shakespeare_char/prepare.py", f"--input={tmp_path / 'my text.txt'}", f"--folder={tmp_path / 'd'}")
+    meta = json.loads((tmp_path / "d" / "meta.json").read_text())
+    ids = [i for split in ("train", "val") for i in np.fromfile(tmp_path / "d" / f"{split}.bin", meta["dtype"]).tolist()]
+    assert Tokenizer(meta).decode(ids) == text and meta["val_tokens"] == len(text) // 10
+
+
+@pytest.mark.parametrize("content, words", [(None, "there is no text"), (b"abc", "too few"), (b"\xff\xfe\x00" * 9, "not UTF-8")])
+def test_text_that_is_none_is_refused(script, tmp_path, content, words):
+    if content:
+        (tmp_path / "t.txt").write_bytes(content)
+    with pytest.raises(SystemExit, match=words):
+        script("data/shakespeare_char/prepare.py", f"--input={tmp_path / 't.txt'}", f"--folder={tmp_path / 'd'}")
+    assert not (tmp_path / "d").exists()
+
+
+def test_datasets_are_found_from_anywhere(script, tmp_path):
+    """The bins written beside prepare.py: copied with their script, they are found by that folder."""
+    shutil.copytree(ROOT / "data" / "shakespeare_char", tmp_path / "copy")
+    char_dataset(tmp_path / "copy")
+    assert Dataset(tmp_path / "copy", 8).meta["train_tokens"] == 80

@@ -1,0 +1,376 @@
+"""
+Train a GPT, dense or STEM, on a dataset of data/, and leave in out_dir what sample.py needs.
+
+    python train.py config/stem_small.py                           # a config file's settings
+    python train.py config/stem_small.py --stem_every=2 --seed=2   # and flags over them; --help lists all
+    python train.py --init_from=resume --out_dir=out/stem_small    # go on where a run stopped, with its settings
+    python train.py config/stem_small.py --dry_run=True            # what a model would cost, allocating nothing
+
+Writes ckpt.pt (the latest, to resume from), best.pt (lowest val loss, to sample from), log.csv (a row a step) and, at the
+end, summary.json. Ctrl-C finishes the step, saves and leaves. Runs in one process.
+
+The shape of a step is that of nanoGPT; what STEM adds are the calls on `tables`. A step is a function of (seed, step): its
+batch is drawn, and dropout reseeded, from them alone. So the next batch is known in advance, and resuming needs no state
+of a random number generator.
+"""
+
+import csv
+import dataclasses
+import json
+import math
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+import checkpoint
+from configurator import configure
+from data.loader import Dataset, recall
+from model import GPT, GPTConfig, choose_device
+from stem import StemTables
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Settings. Names and meanings are nanoGPT's where it has them.
+
+out_dir = "out"  # where the run's files go, from the current directory
+init_from = "scratch"  # scratch, resume (out_dir's ckpt.pt), or the path of a checkpoint whose weights to start from
+eval_only = False  # evaluate what init_from names, train nothing
+dry_run = False  # print parameters, FLOPs and memory, allocate nothing
+seed = 1  # of weights, tables, batches and dropout
+# data
+dataset = "facts"  # a folder of data/ (or a path) that a prepare.py has filled
+batch_size = 16  # sequences in a micro-batch
+block_size = 64  # tokens in a sequence
+gradient_accumulation_steps = 1  # micro-batches in a step
+# model
+vocab_size = 0  # 0 = the dataset's; may be larger, to pad it
+n_layer = 4
+n_head = 2
+n_kv_head = 0  # key and value heads, each shared by n_head / n_kv_head query heads; 0 = n_head
+n_embd = 64
+d_ff = 0  # width of the feed-forward layers and of a table row; 0 = 8/3 n_embd, rounded up to a multiple of 32
+dropout = 0.0
+wte_dropout = 0.0  # share of positions whose token embedding is zeroed in training; their table rows stay
+rope_base = 10000.0
+tie_head = False  # the output head is the token embedding
+stem_every = 3  # every which layer is STEM: 0 = none (dense), 3 = a third, 2 = half, 1 = all from stem_first on
+stem_first = 1  # first layer that may be STEM
+stem_variant = "up"  # what the table row replaces: up, gate, or add (to the up-projection)
+# optimizer
+learning_rate = 6e-3
+max_iters = 1000  # steps
+weight_decay = 0.1  # of dense matrices; tables and norms never decay
+beta1 = 0.9
+beta2 = 0.95
+grad_clip = 1.0  # joint norm of dense and row gradients is clipped to this, 0 = off
+stem_lr_scale = 1.5  # learning rate of table rows over the dense one
+decay_lr = True  # cosine from learning_rate to min_lr; False = constant after warm-up
+warmup_iters = 100
+lr_decay_iters = 0  # step at which min_lr is reached, 0 = max_iters
+min_lr = 0.0
+# evaluation and log
+eval_interval = 500  # steps between evaluations and checkpoints, 0 = only at the end
+eval_iters = 50  # batches of an evaluation, always the same ones
+log_interval = 100  # steps between log lines, 0 = none; log.csv has every step
+# system
+device = "auto"  # auto (cuda, else mps, else cpu), or a torch device such as cpu or cuda:1
+dtype = "auto"  # auto, float32, bfloat16 or float16: of activations and matmuls, master weights are fp32
+compile = "auto"  # torch.compile: auto (only on cuda), True or False
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What to do, and whether it can be done. Everything that can be wrong is found here, before anything is written.
+
+MODEL_SETTINGS = [field.name for field in dataclasses.fields(GPTConfig)]
+FREE = ("block_size", "dropout", "wte_dropout", "rope_base")  # may differ from those a checkpoint was trained with
+
+config = configure(globals())
+start = None
+if init_from != "scratch":
+    start = checkpoint.load(Path(out_dir) / "ckpt.pt" if init_from == "resume" else init_from)
+    inherited = config if init_from == "resume" else MODEL_SETTINGS  # a resumed run keeps all its settings, then
+    globals().update({name: value for name, value in start["settings"].items() if name in inherited})
+    config = configure(globals())  # this command line goes over them
+
+for name in ("batch_size", "gradient_accumulation_steps", "eval_iters"):
+    if config[name] < 1:
+        raise SystemExit(f"{name} must be at least 1, got {config[name]}")
+for name in ("seed", "max_iters", "weight_decay", "grad_clip", "stem_lr_scale", "warmup_iters", "lr_decay_iters", "min_lr",
+             "eval_interval", "log_interval", "vocab_size"):
+    if config[name] < 0:
+        raise SystemExit(f"{name} must not be negative, got {config[name]}")
+if not min_lr <= learning_rate:
+    raise SystemExit(f"learning_rate {learning_rate} must be at least min_lr {min_lr}, where its decay ends")
+if not (0 <= beta1 < 1 and 0 <= beta2 < 1):
+    raise SystemExit(f"beta1 and beta2 must be in [0, 1), got {beta1} and {beta2}")
+
+folder = Path(__file__).resolve().parent / "data" / dataset  # an absolute path stays itself
+if not (dry_run and vocab_size):
+    if dataset == "facts" and not (folder / "meta.json").exists():  # the one dataset that needs no network
+        subprocess.run([sys.executable, folder / "prepare.py"], check=True)
+    data = Dataset(folder, block_size, seed)
+    known = data.tokenizer.vocab_size
+    vocab_size = vocab_size or known
+    if vocab_size < known:
+        raise SystemExit(f"vocab_size {vocab_size} is below the {known} of {folder}; 0 takes the dataset's")
+
+model_config = GPTConfig(**{name: globals()[name] for name in MODEL_SETTINGS})
+for name in MODEL_SETTINGS if start else ():
+    if start["model_config"][name] != getattr(model_config, name) and name not in FREE:
+        raise SystemExit(f"{name} is {getattr(model_config, name)} here and {start['model_config'][name]} in the checkpoint")
+if start and (start["meta"]["tokenizer"], start["meta"].get("vocab")) != (data.meta["tokenizer"], data.meta.get("vocab")):
+    raise SystemExit(f"{folder} has another vocabulary than the checkpoint: prepare it with the one that was trained on")
+
+
+def print_accounting():
+    """What this model stores, does for a token and needs, beside the dense model of the same shape."""
+    with torch.device("meta"):  # shapes without memory
+        model, twin = GPT(model_config), GPT(dataclasses.replace(model_config, stem_every=0))
+    role = model.parameters_by_role()
+    dense, tables = model.active_parameters(), role["tables"]
+    print(f"layers      {n_layer}, STEM: {', '.join(map(str, model_config.stem_layers)) or 'none'}")
+    print("parameters  " + ", ".join(f"{name} {n:,}" for name, n in role.items()))
+    print(f"            stored {dense + tables:,}; active {dense:,}, so {2 * dense / 1e9:.4g} GFLOPs per token as the paper "
+          "counts; the dense twin\n            "
+          f"{twin.active_parameters():,} and {2 * twin.active_parameters() / 1e9:.4g}; twin + tables, the paper's total, "
+          f"{twin.active_parameters() + tables:,}")
+    print(f"FLOPs       {model.flops_per_token():,} per trained token, "
+          f"{model.flops_per_token() / twin.flops_per_token():.3f} of the dense twin's")
+    # Adam holds weight, gradient and two moments, fp32. A table has no gradient; its rows of a step do, and unbind's copy.
+    tokens = batch_size * block_size
+    rows = min(model_config.vocab_size, tokens * gradient_accumulation_steps) * math.prod(model_config.table_shape[1:])
+    width = 8 * n_embd + 4 * model_config.d_ff  # numbers a layer keeps for its backward, per token
+    parts = {"dense": 16 * dense, "tables": 12 * tables, "rows of a step": 12 * rows,
+             "activations, about": 4 * tokens * (n_layer * width + 3 * model_config.vocab_size)}
+    print("memory      " + ", ".join(f"{name} {size / 2**20:,.1f} MiB" for name, size in parts.items()))
+
+
+print_accounting()
+if dry_run:
+    sys.exit()
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Model, tables, optimizers.
+
+device, torch_dtype = choose_device(device, dtype)
+torch.manual_seed(seed)
+model = GPT(model_config, torch_dtype).to(device)
+tables = StemTables(*model_config.table_shape, model_config.table_std, (beta1, beta2), device, seed)
+optimizer = model.configure_optimizer(learning_rate, weight_decay, (beta1, beta2))
+scaler = torch.amp.GradScaler(torch.device(device).type, enabled=torch_dtype is torch.float16)  # of the loss
+step, best_val_loss = 0, math.inf
+if start:
+    model.load_state_dict(start["model"])
+    tables.load_state_dict(start["tables"])
+if init_from == "resume":
+    optimizer.load_state_dict(start["optimizer"])
+    scaler.load_state_dict(start["scaler"])
+    step, best_val_loss = start["step"], start["best_val_loss"]
+start = None  # a loaded checkpoint is as large as the model
+parameters = list(model.parameters())
+forward = model  # compiled or not, model keeps its own parameter names, for checkpoints
+if compile is True or (compile == "auto" and device.startswith("cuda")):
+    try:
+        torch.compile(torch.neg)(torch.ones(2, device=device))  # a missing compiler is found here, in a second
+        forward = torch.compile(model)
+    except Exception as e:
+        print(f"torch.compile does not work here ({type(e).__name__}): going on without it")
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pieces of the loop.
+
+
+def get_lr(step):
+    """nanoGPT's schedule: linear warm-up, cosine from learning_rate to min_lr, constant after."""
+    if step < warmup_iters:
+        return learning_rate * (step + 1) / (warmup_iters + 1)
+    if not decay_lr:
+        return learning_rate
+    ratio = min(1.0, (step - warmup_iters) / max(1, (lr_decay_iters or max_iters) - warmup_iters))
+    return min_lr + 0.5 * (1.0 + math.cos(math.pi * ratio)) * (learning_rate - min_lr)
+
+
+@torch.no_grad()
+def evaluate():
+    """Mean loss, nats per token, over the same eval_iters batches of the val split each time."""
+    model.eval()
+    try:
+        total = 0.0
+        for i in range(eval_iters):
+            x, y = data.get_batch("val", i, batch_size)
+            plan = tables.plan(x)
+            total += model(x.to(device), tables.fetch(plan), plan.inv.to(device), y.to(device)).item()
+        return total / eval_iters
+    finally:
+        model.train()
+
+
+def ask():
+    """recall and recall_unseen, shares of the data's questions answered in full; None where it has no questions."""
+    model.eval()
+    questions = data.questions()
+    return recall(model, tables, data.tokenizer, questions) if questions else {"recall": None, "recall_unseen": None}
+
+
+def outcome(val_loss, shares):
+    line = f"val loss {val_loss:.4f} nats per token"
+    if shares["recall"] is not None:
+        line += f", recalls {shares['recall']:.1%} of the facts ({shares['recall_unseen']:.1%} in wordings never trained)"
+    return line
+
+
+def peak_memory():
+    """Bytes: of the device's allocator on cuda, else the process's, the interpreter and torch included; None on Windows."""
+    if device.startswith("cuda"):
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        import resource
+    except ImportError:
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak
+
+
+def save(name):
+    checkpoint.save(Path(out_dir) / name, {
+        "model_config": dataclasses.asdict(model_config), "meta": data.tokenizer.meta, "settings": config,
+        "model": model.state_dict(), "optimizer": optimizer.state_dict(), "tables": tables.state_dict(),
+        "scaler": scaler.state_dict(), "step": step, "best_val_loss": best_val_loss})
+
+
+def evaluate_and_save():
+    """Evaluate, write ckpt.pt and, when the val loss is the lowest yet, best.pt; returns the val loss."""
+    global best_val_loss
+    try:
+        val_loss = evaluate()
+    except BaseException:  # out of memory, a second Ctrl-C: that must not cost the steps before it
+        save("ckpt.pt")
+        raise
+    if not math.isfinite(val_loss):
+        raise SystemExit(f"step {step}: val loss is {val_loss}; {out_dir} keeps what was saved before. {ADVICE}")
+    if val_loss < best_val_loss:
+        best_val_loss = val_loss
+        save("best.pt")
+        checkpoint.duplicate(Path(out_dir) / "best.pt", Path(out_dir) / "ckpt.pt")
+    else:
+        save("ckpt.pt")
+    return val_loss
+
+
+def apply_gradients(plan, rows, lr):
+    """Clip dense and row gradients by their joint norm and step both optimizers, or neither; returns the norm."""
+    scale = scaler.get_scale()  # 1 unless float16
+    if scaler.is_enabled():
+        scaler.unscale_(optimizer)
+        if rows.grad is not None:
+            rows.grad.div_(scale)
+    dense = torch.nn.utils.get_total_norm(p.grad for p in parameters)
+    norm = (dense.square() + tables.reduce(plan, rows)).sqrt().item()
+    if math.isfinite(norm):
+        if 0 < grad_clip < norm:
+            torch.nn.utils.clip_grads_with_norm_([*parameters, rows], grad_clip, torch.tensor(norm, device=device))
+        optimizer.step()
+        tables.update(plan, rows, lr * stem_lr_scale)
+        scaler.update()
+    elif scale > 1:  # the scaled gradients overflowed: skip the step
+        scaler.update(scale * scaler.get_backoff_factor())
+    else:
+        raise SystemExit(f"step {step + 1}: the gradient norm is {norm}; {out_dir} keeps what was saved before. {ADVICE}")
+    optimizer.zero_grad(set_to_none=True)
+    return norm
+
+
+def on_signal(signum, frame):
+    """The first Ctrl-C or SIGTERM lets the step finish; a second one kills as usual."""
+    global interrupted
+    interrupted = True
+    signal.signal(signum, signal.SIG_DFL)
+
+
+def open_log():
+    """log.csv, after its rows up to `step` from before a resume."""
+    path, rows = Path(out_dir) / "log.csv", []
+    if step and path.is_file():
+        with open(path, newline="") as f:
+            rows = [row for row in csv.reader(f) if len(row) == len(COLUMNS) and row[0].isdigit() and int(row[0]) <= step]
+    file = open(path, "w", newline="", buffering=1)  # a line reaches the disk when it is written
+    writer = csv.writer(file)
+    writer.writerows([COLUMNS, *rows])
+    return writer
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The loop.
+
+ADVICE = "Lower learning_rate, or set grad_clip."
+COLUMNS = ("step", "loss", "lr", "norm", "ms", "tokens_per_second", "val_loss")
+
+if eval_only:
+    print(outcome(evaluate(), ask()))
+    sys.exit()
+try:
+    Path(out_dir).mkdir(parents=True, exist_ok=True)
+    if not step:
+        (Path(out_dir) / "summary.json").unlink(missing_ok=True)
+    log = open_log()
+except OSError as e:
+    raise SystemExit(f"cannot write into out_dir {out_dir}: {e.strerror}") from None
+interrupted = False
+for signum in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(signum, on_signal)
+
+model.train()
+tokens_per_step = gradient_accumulation_steps * batch_size * block_size
+first_step, seconds, val_loss = step, 0.0, None
+bar = tqdm(total=max_iters, initial=step, unit="step", disable=not sys.stderr.isatty(), dynamic_ncols=True)
+x, y = data.get_batch("train", step, gradient_accumulation_steps * batch_size)
+plan = tables.plan(x)
+while step < max_iters and not interrupted:
+    t0 = time.perf_counter()
+    torch.manual_seed(seed * 2**32 + step)  # dropout is a function of the step
+    lr = get_lr(step)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    rows = tables.fetch(plan)  # those of the whole step, for all its micro-batches
+    next_x, next_y = data.get_batch("train", step + 1, gradient_accumulation_steps * batch_size)
+    next_plan = tables.plan(next_x)
+    tables.prefetch(next_plan)
+    loss = 0.0
+    for ids, inv, targets in zip(*(t.to(device).split(batch_size) for t in (x, plan.inv, y))):
+        part = forward(ids, rows, inv, targets) / gradient_accumulation_steps
+        scaler.scale(part).backward()
+        loss += part.detach()
+    norm = apply_gradients(plan, rows, lr)
+    loss = loss.item()
+    x, y, plan, step = next_x, next_y, next_plan, step + 1
+    ms = 1000 * (time.perf_counter() - t0)
+    seconds += ms / 1000
+    last = step == max_iters
+    val_loss = evaluate_and_save() if last or (eval_interval and step % eval_interval == 0) else None
+    log.writerow((step, loss, lr, norm, round(ms, 3), round(tokens_per_step / ms * 1000), "" if val_loss is None else val_loss))
+    bar.update()
+    if log_interval and step % log_interval == 0:
+        line = f"loss {loss:.4f}  lr {lr:.2e}  norm {norm:.3f}  {ms:.1f} ms  {tokens_per_step / ms:.1f} k tokens/s"
+        bar.set_postfix_str(line) if not bar.disable else print(f"step {step:6d}/{max_iters}  {line}", flush=True)
+    if val_loss is not None:
+        tqdm.write(f"step {step:6d}/{max_iters}  val loss {val_loss:.4f} nats per token, best {best_val_loss:.4f}")
+bar.close()
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The end.
+
+if interrupted:
+    save("ckpt.pt")
+    print(f"stopped after step {step}; go on with python train.py --init_from=resume --out_dir={out_dir}")
+    sys.exit(130)
+if val_loss is None:  # no step was left to do
+    val_loss = evaluate_and_save()
+summary = {"val_loss": val_loss, **ask(), "seconds": seconds,
+           "tokens_per_second": (step - first_step) * tokens_per_step / seconds if seconds else None,
+           "flops_per_token": model.flops_per_token(), "parameters": model.parameters_by_role(),
+           "peak_memory_bytes": peak_memory(), "best_val_loss": best_val_loss, "steps": step, "settings": config}
+(Path(out_dir) / "summary.json").write_text(json.dumps(summary, indent=1), encoding="utf-8")
+print(f"{step} steps in {seconds:.1f} s of training: {outcome(val_loss, summary)}")
