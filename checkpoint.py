@@ -5,14 +5,13 @@ Checkpoints: one file that rebuilds a model with no flags and no data folder, wr
     checkpoint = load("out")                           # the run's best.pt, else its ckpt.pt; or any file by its path
     model, tables, tokenizer = rebuild(checkpoint)     # ready to sample from
 
-A checkpoint is a dict of tensors and plain Python values only, so torch.load(weights_only=True) takes it, and a file from a
-stranger can run no code. Its keys: format; model_config (GPTConfig); meta (the tokenizer); settings (of train.py); model,
-optimizer and scaler (torch state dicts); tables (every row with moments and counts, the same whatever mode wrote it); step
-(optimizer steps done); best_val_loss.
+A checkpoint is a dict of tensors and plain Python values only, so torch.load(weights_only=True) takes it, and a file
+from a stranger can run no code. Its keys: format; model_config (GPTConfig); meta (the tokenizer); settings (of
+train.py); model, optimizer and scaler (torch state dicts); tables (every row with moments and counts, the same
+whatever mode wrote it); step (optimizer steps done); best_val_loss.
 """
 
 import os
-import shutil
 from pathlib import Path
 
 import torch
@@ -25,7 +24,7 @@ FORMAT = 1  # goes up when an older load() could not read the file
 
 
 def save(path, checkpoint):
-    """Write a checkpoint (without its format) to path: after a crash at any moment the old file or the new one is there.
+    """Write a checkpoint (all but its format) to path: after a crash at any moment the old file is there, or the new.
 
     ValueError if the file cannot be written (a full disk); the old one is then untouched.
     """
@@ -39,17 +38,6 @@ def save(path, checkpoint):
     except (OSError, RuntimeError) as e:  # torch reports a failed write as RuntimeError
         temporary.unlink(missing_ok=True)
         raise ValueError(f"cannot write {path}: {e}. What stood there before still does") from e
-
-
-def duplicate(source, target):
-    """Make target another name of source's file, or a copy where the disk has no links. Safe, as no file is written twice."""
-    temporary = Path(f"{target}.tmp")
-    temporary.unlink(missing_ok=True)
-    try:
-        os.link(source, temporary)
-    except OSError:
-        shutil.copyfile(source, temporary)
-    os.replace(temporary, target)
 
 
 def load(path):
@@ -69,6 +57,9 @@ def load(path):
         raise ValueError(f"{path} is not a checkpoint of this project, or damaged ({type(e).__name__})") from None
     if newer:
         raise ValueError(f"{path} has format {checkpoint['format']}, this version reads up to {FORMAT}: update it")
+    # other tools' files may carry the prefixes of compiled and wrapped models; ours never do
+    weights = checkpoint["model"]
+    checkpoint["model"] = {key.removeprefix("module.").removeprefix("_orig_mod."): weights[key] for key in weights}
     return checkpoint
 
 

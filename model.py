@@ -3,8 +3,8 @@ A Llama-style GPT whose feed-forward layers may be STEM layers: RMSNorm before e
 attention (grouped-query if n_kv_head < n_head), no biases. The model of "Scaling Transformers with Embedding Modules",
 arXiv 2601.10639; a dense model is the same code with stem_every = 0.
 
-The model does not own the tables. It takes the rows of its batch and an index into them, model(ids, rows, inv), and never
-learns whether they came from its own device, from host memory or from another process:
+The model does not own the tables. It takes the rows of its batch and an index into them, model(ids, rows, inv), and
+never learns whether they came from its own device, from host memory or from another process:
 
     model, tables = GPT(config), StemTables(*config.table_shape, config.table_std)
     plan = tables.plan(ids)
@@ -16,7 +16,7 @@ Shapes: B batch, T time, C n_embd, M d_ff, V vocab_size, S STEM layers, U distin
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn as nn
@@ -27,7 +27,7 @@ from stem import STEM_VARIANTS, Linear, SwiGLU, is_stem_layer
 
 @dataclass
 class GPTConfig:
-    """The shape of a model; train.py's settings hold the defaults. ValueError, with what to change, for an impossible one."""
+    """The shape of a model; train.py's settings hold the defaults. ValueError, with what to change, if it cannot be."""
 
     block_size: int  # context length T, tokens
     vocab_size: int  # V, rows of a table
@@ -75,12 +75,12 @@ class GPTConfig:
 
     @property
     def table_std(self):
-        """Scale of the initial rows: that of W_u x for a normed x and W_u of std 0.02, so STEM starts where dense does."""
+        """Scale of the initial rows: that of W_u x for a normed x and W_u of std 0.02: STEM starts like dense."""
         return 0.02 * math.sqrt(self.n_embd)
 
 
 def choose_device(device, dtype):
-    """The settings device and dtype as (device name, torch dtype); "auto" is resolved, and the choice printed with its reason.
+    """The settings device and dtype as (device name, torch dtype); "auto" is resolved, and printed with its reason.
 
     ValueError for a device that is not here or a dtype that cannot train on it.
     """
@@ -90,14 +90,16 @@ def choose_device(device, dtype):
         if device == "mps" and not torch.backends.mps.is_available():
             device, why = "cpu", "no cuda or mps here"
     kind = device.split(":")[0]
-    if not {"cpu": lambda: True, "cuda": torch.cuda.is_available, "mps": torch.backends.mps.is_available}.get(kind, bool)():
+    here = {"cpu": lambda: True, "cuda": torch.cuda.is_available, "mps": torch.backends.mps.is_available}
+    if kind not in here or not here[kind]():
         raise ValueError(f"device {device} is not available here: auto takes what is, cpu always works")
     why_dtype = "as set"
     if dtype == "auto":
         dtype, why_dtype = "float32", f"half precision gains little on {kind}"
         if kind == "cuda":
-            bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
-            dtype, why_dtype = ("bfloat16", "native here") if bf16 else ("float16", "no native bfloat16; scales the loss")
+            dtype, why_dtype = "bfloat16", "native on this card"
+            if not torch.cuda.is_bf16_supported(including_emulation=False):
+                dtype, why_dtype = "float16", "no native bfloat16 on this card"
     if dtype not in ("float32", "bfloat16", "float16") or (kind, dtype) == ("mps", "float16"):
         raise ValueError(f"dtype must be auto, float32, bfloat16 or, except on mps, float16; got {dtype} for {kind}")
     print(f"device {device} ({why}), dtype {dtype} ({why_dtype})")
@@ -207,7 +209,7 @@ class GPT(nn.Module):
         self.init_weights()
 
     def init_weights(self):
-        """GPT-2's: normal, std 0.02; what writes into the residual stream smaller, since 2 n_layer such terms add up."""
+        """GPT-2's: normal, std 0.02; smaller for what writes into the residual stream, where 2 n_layer terms add up."""
         for name, p in self.named_parameters():
             if p.dim() == 2:
                 residual = name.endswith(("w_out.weight", "w_down.weight"))
@@ -257,14 +259,14 @@ class GPT(nn.Module):
         return count | {"tables": math.prod(self.config.table_shape)}
 
     def active_parameters(self):
-        """The paper's active parameters of a token: all but the tables, input embedding included; GFLOPs are twice that."""
+        """The paper's: all but the tables, input embedding included. Its GFLOPs per token are twice that."""
         return sum(p.numel() for p in self.parameters())
 
     def flops_per_token(self):
         """FLOPs to train on one token, forward and backward: matmuls and attention. A table row costs none.
 
-        6 per matmul weight (2 forward, 4 backward), and attention's 2 T C multiply-adds a layer as in PaLM's appendix B,
-        which counts the masked half too.
+        6 per matmul weight (2 forward, 4 backward), and attention's 2 T C multiply-adds a layer as in PaLM's appendix
+        B, which counts the masked half too.
         """
         matmuls = sum(m.weight.numel() for m in self.modules() if isinstance(m, Linear))
         attention = self.config.n_layer * 2 * self.config.block_size * self.config.n_embd
@@ -273,23 +275,23 @@ class GPT(nn.Module):
     # -----------------------------------------------------------------------------------------------------------------
 
     def configure_optimizer(self, learning_rate, weight_decay, betas):
-        """AdamW over the dense parameters: matrices decay, norms do not. The tables have their own (stem.adamw_rows)."""
-        groups = [
-            {"name": "matrices", "params": [p for p in self.parameters() if p.dim() == 2], "weight_decay": weight_decay},
-            {"name": "norms", "params": [p for p in self.parameters() if p.dim() == 1], "weight_decay": 0.0},
-        ]
-        covered = sum(len(g["params"]) for g in groups)
-        assert covered == len(list(self.parameters())), f"optimizer groups cover {covered} parameters, not all"
+        """AdamW over the dense parameters: matrices decay, norms do not. The tables have stem.adamw_rows."""
+        parameters = list(self.parameters())
+        matrices, norms = ([p for p in parameters if p.dim() == dim] for dim in (2, 1))
+        assert len(matrices) + len(norms) == len(parameters), "a parameter is neither a matrix nor a norm"
+        groups = [{"name": "matrices", "params": matrices, "weight_decay": weight_decay},
+                  {"name": "norms", "params": norms, "weight_decay": 0.0}]
         return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, fused=True)
 
     @torch.no_grad()
-    def generate(self, tables, ids, max_new_tokens, temperature=1.0, top_k=0, stop_id=None, vocab_size=None, use_cache=True):
+    def generate(self, tables, ids, max_new_tokens, temperature=1.0, top_k=0, stop_id=None, vocab_size=None,
+                 use_cache=True):
         """Continue ids (B, T) int64 on the CPU; yields the next ids (B,) on the CPU, max_new_tokens times.
 
-        temperature 0 is greedy. top_k: sample from that many likeliest tokens, 0 = all. vocab_size: sample below that id
-        only, for a model padded beyond its tokenizer. stop_id: a sequence that has emitted it goes on emitting it, and
-        generation ends when all have. A full context keeps its last half and is read again, with or without the cache:
-        that way both give the same text.
+        temperature 0 is greedy. top_k: sample from that many likeliest tokens, 0 = all. vocab_size: sample below that
+        id only, for a model padded beyond its tokenizer. stop_id: a sequence that has emitted it goes on emitting it,
+        and generation ends when all have. A full context keeps its last half and is read again, with or without the
+        cache: that way both give the same text.
         """
         device = self.wte.weight.device
         context = new = ids[:, -self.config.block_size :]
@@ -317,3 +319,25 @@ class GPT(nn.Module):
                 cache = KVCache(self.config.block_size)
             else:
                 new = token[:, None] if use_cache else context
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def print_accounting(config, batch_size, gradient_accumulation_steps):
+    """What a model stores, does for a token and needs in training, beside its dense twin; builds neither."""
+    with torch.device("meta"):  # shapes without memory
+        model, twin = GPT(config), GPT(replace(config, stem_every=0))
+    role, active, full = model.parameters_by_role(), model.active_parameters(), twin.active_parameters()
+    flops, tokens = model.flops_per_token(), batch_size * config.block_size
+    rows = min(config.vocab_size, tokens * gradient_accumulation_steps) * math.prod(config.table_shape[1:])
+    # numbers that a token keeps for the backward pass: by layer, and its logits, their softmax and gradient
+    kept = config.n_layer * (8 * config.n_embd + 4 * config.d_ff) + 3 * config.vocab_size
+    memory = {"weights, gradients, Adam": 16 * active, "tables, Adam": 12 * role["tables"],
+              "a step's rows, gradients": 12 * rows, "activations, about": 4 * tokens * kept}
+    print(f"layers      {config.n_layer}, STEM: {', '.join(map(str, config.stem_layers)) or 'none'}")
+    print("parameters  " + ", ".join(f"{name} {n:,}" for name, n in role.items()) + f"; stored {sum(role.values()):,}")
+    print(f"active      {active:,} a token, {2e-9 * active:.4g} GFLOPs as the paper counts; dense twin {full:,}, "
+          f"{2e-9 * full:.4g}; the paper's total is twin + tables, {full + role['tables']:,}")
+    print(f"FLOPs       {flops:,} to train on a token, {flops / twin.flops_per_token():.3f} of the dense twin's")
+    print("memory      " + ", ".join(f"{name} {size / 2**20:,.1f} MiB" for name, size in memory.items()))

@@ -30,9 +30,6 @@ dtype = "auto"  # auto, float32, bfloat16 or float16
 configure(globals())
 
 # ---------------------------------------------------------------------------------------------------------------------
-for name in ("num_samples", "max_new_tokens", "temperature", "top_k", "seed"):
-    if globals()[name] < 0:
-        raise SystemExit(f"{name} must not be negative, got {globals()[name]}")
 if start.startswith("FILE:"):
     try:
         start = Path(start.removeprefix("FILE:")).read_text(encoding="utf-8")

@@ -3,8 +3,8 @@ STEM in one file: "Scaling Transformers with Embedding Modules", arXiv 2601.1063
 
 In a STEM layer the up-projection of the feed-forward network is not a matmul but a row of a table, chosen by the id of
 the current token: W_u x becomes U[t]. This file holds that layer beside the dense one it replaces, its two published
-variants, the rule for which layers are STEM, the tables of all layers as one object, and the optimizer that touches only
-the rows of a step's tokens.
+variants, the rule for which layers are STEM, the tables of all layers as one object, and the optimizer that touches
+only the rows of a step's tokens.
 
 It imports torch alone: copy it into another project and it works. It knows nothing of attention, data or training; a
 model hands its layers the rows (model.py) and a training loop calls the tables' verbs (train.py).
@@ -26,7 +26,7 @@ import torch.nn.functional as F
 
 
 def is_stem_layer(layer, stem_every, stem_first=1):
-    """Whether `layer` (from 0) reads a table: every `stem_every`-th one, none before `stem_first`; 0 means a dense model.
+    """Whether `layer` (from 0) reads a table: every stem_every-th one, none before stem_first; 0 means a dense model.
 
     16 layers with stem_every = 3 gives 2, 5, 8, 11, 14. stem_every = 1 gives all but layer 0, the official release's
     "all": the first layer sees nothing but the token anyway. stem_first = 0 lets it be one too.
@@ -63,7 +63,7 @@ class SwiGLU(nn.Module):
 
 
 class StemFFN(nn.Module):
-    """STEM, section 3 of the paper: y = W_d(SiLU(W_g h) * U[t]). Two matmuls and a row; the gate still sees the context."""
+    """STEM, the paper's layer: y = W_d(SiLU(W_g h) * U[t]). Two matmuls and a row; the gate still sees the context."""
 
     def __init__(self, C, M):
         super().__init__()
@@ -104,13 +104,13 @@ STEM_VARIANTS = {"up": StemFFN, "gate": StemGate, "add": StemAdd}
 def adamw_rows(weight, exp_avg, exp_avg_sq, count, ids, grad, lr, betas, eps=1e-8):
     """One step of AdamW on rows `ids` of a table, in place; every other row, moment and count stays as it is.
 
-    weight, exp_avg, exp_avg_sq: (V, R) fp32. count: (V,) int64, the updates each row has seen. ids: (U,) int64, distinct.
-    grad: (U, R) fp32, the gradients of those rows in the order of ids, duplicates of a token already summed.
+    weight, exp_avg, exp_avg_sq: (V, R) fp32. count: (V,) int64, the updates each row has seen. ids: (U,) int64,
+    distinct. grad: (U, R) fp32, the gradients of those rows in the order of ids, duplicates of a token already summed.
 
-    A row's bias correction follows its own count: a rare token's second update is its second, not the 10,000th. There is
-    no weight decay, since decay on use would shrink frequent rows and spare rare ones. A row seen at every step equals
-    torch.optim.AdamW(weight_decay=0, foreach=False) to the last bit on the CPU. That needs the corrections in float64 and
-    torch's own order of operations; keep both.
+    A row's bias correction follows its own count: a rare token's second update is its second, not the 10,000th. There
+    is no weight decay, since decay on use would shrink frequent rows and spare rare ones. A row seen at every step
+    equals torch.optim.AdamW(weight_decay=0, foreach=False) to the last bit on the CPU. That needs the corrections in
+    float64 and torch's own order of operations; keep both.
     """
     beta1, beta2 = betas
     count[ids] += 1
@@ -118,8 +118,8 @@ def adamw_rows(weight, exp_avg, exp_avg_sq, count, ids, grad, lr, betas, eps=1e-
     step_size = (-lr / (1 - beta1**step)).float()  # (U, 1)
     sqrt_bias2 = (1 - beta2**step).sqrt().float()  # (U, 1)
 
-    # The update is bound by memory traffic. A few rows at a time, in buffers that stay in the CPU's cache, is 3 to 5 times
-    # faster than ten passes over (U, R); a GPU wants few launches instead.
+    # The update is bound by memory traffic. A few rows at a time, in buffers that stay in the CPU's cache, is 3 to 5
+    # times faster than ten passes over (U, R); a GPU wants few launches instead.
     R = grad.size(1)
     block = max(1, (2**18 if grad.device.type == "cpu" else 2**24) // max(1, R))
     buffers = grad.new_empty(4, min(block, len(ids)), R)
@@ -143,7 +143,7 @@ def adamw_rows(weight, exp_avg, exp_avg_sq, count, ids, grad, lr, betas, eps=1e-
 
 
 class Plan(NamedTuple):
-    """The rows a step needs: ids (U,) sorted and distinct, inv of the batch's shape with ids[inv] == batch. On the CPU."""
+    """The rows a step needs: ids (U,) sorted, distinct; inv of the batch's shape with ids[inv] == batch. On the CPU."""
 
     ids: torch.Tensor
     inv: torch.Tensor
@@ -152,10 +152,10 @@ class Plan(NamedTuple):
 class StemTables:
     """All STEM layers' tables as one object, resident on `device`, with the state of their optimizer.
 
-    Token-major, (V, S, M): one token's rows for all layers are one contiguous block, moved or updated at once. These are
-    plain tensors, not nn.Parameters: a dense optimizer would scan all V rows a step where a batch touches U of them, and
-    .to(), weight decay or DDP would take hold of the largest thing there is. S = 0 is a dense model: every verb works and
-    does nothing.
+    Token-major, (V, S, M): one token's rows for all layers are one contiguous block, moved or updated at once. These
+    are plain tensors, not nn.Parameters: a dense optimizer would scan all V rows a step where a batch touches U of
+    them, and .to(), weight decay or DDP would take hold of the largest thing there is. S = 0 is a dense model: every
+    verb works and does nothing.
 
     vocab_size, n_stem, d_ff: V, S, M. std: scale of the initial rows. seed: the rows are a function
     of it, whatever the device. Holds 12 bytes a number: weight, exp_avg, exp_avg_sq.
@@ -172,7 +172,7 @@ class StemTables:
         self.count = torch.zeros(vocab_size, dtype=torch.int64, device=device)  # (V,)
 
     def plan(self, ids):
-        """The distinct rows that a batch of ids (any shape, int64, CPU) needs. Pure. ValueError for an id outside the table."""
+        """The rows that a batch of ids (any shape, int64, CPU) needs. Pure. ValueError for an id outside the table."""
         distinct, inv = torch.unique(ids, return_inverse=True)
         if len(distinct) and not 0 <= distinct[0] <= distinct[-1] < len(self.weight):
             raise ValueError(f"token ids run from {distinct[0]} to {distinct[-1]}, but the vocabulary has "
@@ -188,13 +188,13 @@ class StemTables:
         return rows.requires_grad_(torch.is_grad_enabled())
 
     def reduce(self, plan, rows):
-        """The squared norm of rows.grad, a 0-dim tensor; called once a step, when the gradients of all micro-batches are in."""
+        """The squared norm of rows.grad, 0-dim; called once a step, when the gradients of all micro-batches are in."""
         if rows.grad is None:
             return rows.new_zeros(())
         return torch.linalg.vector_norm(rows.grad.flatten(1), dim=1).square().sum()
 
     def update(self, plan, rows, lr):
-        """Row-wise AdamW with rows.grad on the plan's rows. Without a backward before it, or with S = 0, nothing happens."""
+        """Row-wise AdamW on the plan's rows with rows.grad. Without a backward before it, or with S = 0, nothing."""
         if rows.grad is not None:
             adamw_rows(self.weight.flatten(1), self.exp_avg.flatten(1), self.exp_avg_sq.flatten(1), self.count,
                        plan.ids.to(self.weight.device), rows.grad.flatten(1), lr, self.betas)

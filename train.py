@@ -6,15 +6,14 @@ Train a GPT, dense or STEM, on a dataset of data/, and leave in out_dir what sam
     python train.py --init_from=resume --out_dir=out/stem_small    # go on where a run stopped, with its settings
     python train.py config/stem_small.py --dry_run=True            # what a model would cost, allocating nothing
 
-Writes ckpt.pt (the latest, to resume from), best.pt (lowest val loss, to sample from), log.csv (a row a step) and, at the
-end, summary.json. Ctrl-C finishes the step, saves and leaves. Runs in one process.
+Writes ckpt.pt (the latest, to resume from), best.pt (lowest val loss, to sample from), log.csv (a row a step) and, at
+the end, summary.json. Ctrl-C finishes the step, saves and leaves. Runs in one process.
 
-The shape of a step is that of nanoGPT; what STEM adds are the calls on `tables`. A step is a function of (seed, step): its
-batch is drawn, and dropout reseeded, from them alone. So the next batch is known in advance, and resuming needs no state
-of a random number generator.
+The shape of a step is that of nanoGPT; what STEM adds are the calls on `tables`. A step is a function of (seed, step):
+its batch is drawn, and dropout reseeded, from them alone. So the next batch is known in advance, and resuming needs no
+state of a random number generator.
 """
 
-import csv
 import dataclasses
 import json
 import math
@@ -30,7 +29,7 @@ from tqdm import tqdm
 import checkpoint
 from configurator import configure
 from data.loader import Dataset, recall
-from model import GPT, GPTConfig, choose_device
+from model import GPT, GPTConfig, choose_device, print_accounting
 from stem import StemTables
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -87,29 +86,26 @@ compile = "auto"  # torch.compile: auto (only on cuda), True or False
 MODEL_SETTINGS = [field.name for field in dataclasses.fields(GPTConfig)]
 FREE = ("block_size", "dropout", "wte_dropout", "rope_base")  # may differ from those a checkpoint was trained with
 
-config = configure(globals())
+MINIMUM = dict.fromkeys(("batch_size", "block_size", "gradient_accumulation_steps", "eval_iters", "rope_base"), 1)
+
+config = configure(globals(), MINIMUM)
 start = None
 if init_from != "scratch":
     start = checkpoint.load(Path(out_dir) / "ckpt.pt" if init_from == "resume" else init_from)
     inherited = config if init_from == "resume" else MODEL_SETTINGS  # a resumed run keeps all its settings, then
     globals().update({name: value for name, value in start["settings"].items() if name in inherited})
-    config = configure(globals())  # this command line goes over them
+    config = configure(globals(), MINIMUM)  # this command line goes over them
 
-for name in ("batch_size", "gradient_accumulation_steps", "eval_iters"):
-    if config[name] < 1:
-        raise SystemExit(f"{name} must be at least 1, got {config[name]}")
-for name in ("seed", "max_iters", "weight_decay", "grad_clip", "stem_lr_scale", "warmup_iters", "lr_decay_iters", "min_lr",
-             "eval_interval", "log_interval", "vocab_size"):
-    if config[name] < 0:
-        raise SystemExit(f"{name} must not be negative, got {config[name]}")
-if not min_lr <= learning_rate:
+if min_lr > learning_rate:
     raise SystemExit(f"learning_rate {learning_rate} must be at least min_lr {min_lr}, where its decay ends")
 if not (0 <= beta1 < 1 and 0 <= beta2 < 1):
     raise SystemExit(f"beta1 and beta2 must be in [0, 1), got {beta1} and {beta2}")
+if compile not in ("auto", True, False):
+    raise SystemExit(f"compile must be auto, True or False, got {compile!r}")
 
 folder = Path(__file__).resolve().parent / "data" / dataset  # an absolute path stays itself
 if not (dry_run and vocab_size):
-    if dataset == "facts" and not (folder / "meta.json").exists():  # the one dataset that needs no network
+    if dataset == "facts" and not (folder / "meta.json").exists():  # the one dataset that takes seconds and no network
         subprocess.run([sys.executable, folder / "prepare.py"], check=True)
     data = Dataset(folder, block_size, seed)
     known = data.tokenizer.vocab_size
@@ -118,37 +114,15 @@ if not (dry_run and vocab_size):
         raise SystemExit(f"vocab_size {vocab_size} is below the {known} of {folder}; 0 takes the dataset's")
 
 model_config = GPTConfig(**{name: globals()[name] for name in MODEL_SETTINGS})
-for name in MODEL_SETTINGS if start else ():
-    if start["model_config"][name] != getattr(model_config, name) and name not in FREE:
-        raise SystemExit(f"{name} is {getattr(model_config, name)} here and {start['model_config'][name]} in the checkpoint")
-if start and (start["meta"]["tokenizer"], start["meta"].get("vocab")) != (data.meta["tokenizer"], data.meta.get("vocab")):
-    raise SystemExit(f"{folder} has another vocabulary than the checkpoint: prepare it with the one that was trained on")
-
-
-def print_accounting():
-    """What this model stores, does for a token and needs, beside the dense model of the same shape."""
-    with torch.device("meta"):  # shapes without memory
-        model, twin = GPT(model_config), GPT(dataclasses.replace(model_config, stem_every=0))
-    role = model.parameters_by_role()
-    dense, tables = model.active_parameters(), role["tables"]
-    print(f"layers      {n_layer}, STEM: {', '.join(map(str, model_config.stem_layers)) or 'none'}")
-    print("parameters  " + ", ".join(f"{name} {n:,}" for name, n in role.items()))
-    print(f"            stored {dense + tables:,}; active {dense:,}, so {2 * dense / 1e9:.4g} GFLOPs per token as the paper "
-          "counts; the dense twin\n            "
-          f"{twin.active_parameters():,} and {2 * twin.active_parameters() / 1e9:.4g}; twin + tables, the paper's total, "
-          f"{twin.active_parameters() + tables:,}")
-    print(f"FLOPs       {model.flops_per_token():,} per trained token, "
-          f"{model.flops_per_token() / twin.flops_per_token():.3f} of the dense twin's")
-    # Adam holds weight, gradient and two moments, fp32. A table has no gradient; its rows of a step do, and unbind's copy.
-    tokens = batch_size * block_size
-    rows = min(model_config.vocab_size, tokens * gradient_accumulation_steps) * math.prod(model_config.table_shape[1:])
-    width = 8 * n_embd + 4 * model_config.d_ff  # numbers a layer keeps for its backward, per token
-    parts = {"dense": 16 * dense, "tables": 12 * tables, "rows of a step": 12 * rows,
-             "activations, about": 4 * tokens * (n_layer * width + 3 * model_config.vocab_size)}
-    print("memory      " + ", ".join(f"{name} {size / 2**20:,.1f} MiB" for name, size in parts.items()))
-
-
-print_accounting()
+if start:
+    for name, was in start["model_config"].items():
+        if was != getattr(model_config, name) and name not in FREE:
+            raise SystemExit(f"{name} is {getattr(model_config, name)} here and {was} in the checkpoint")
+    if any(start["meta"].get(key) != data.meta.get(key) for key in ("tokenizer", "vocab")):
+        raise SystemExit(f"{folder} has another vocabulary than the checkpoint was trained with")
+    if init_from == "resume" and "optimizer" not in start:
+        raise SystemExit(f"the checkpoint has no optimizer state; --init_from={out_dir}/ckpt.pt takes its weights")
+print_accounting(model_config, batch_size, gradient_accumulation_steps)
 if dry_run:
     sys.exit()
 
@@ -168,7 +142,7 @@ if start:
 if init_from == "resume":
     optimizer.load_state_dict(start["optimizer"])
     scaler.load_state_dict(start["scaler"])
-    step, best_val_loss = start["step"], start["best_val_loss"]
+    step, best_val_loss = start["step"], checkpoint.load(out_dir)["best_val_loss"]
 start = None  # a loaded checkpoint is as large as the model
 parameters = list(model.parameters())
 forward = model  # compiled or not, model keeps its own parameter names, for checkpoints
@@ -184,7 +158,7 @@ if compile is True or (compile == "auto" and device.startswith("cuda")):
 
 
 def get_lr(step):
-    """nanoGPT's schedule: linear warm-up, cosine from learning_rate to min_lr, constant after."""
+    """nanoGPT's schedule: linear warm-up, then cosine from learning_rate to min_lr."""
     if step < warmup_iters:
         return learning_rate * (step + 1) / (warmup_iters + 1)
     if not decay_lr:
@@ -197,66 +171,30 @@ def get_lr(step):
 def evaluate():
     """Mean loss, nats per token, over the same eval_iters batches of the val split each time."""
     model.eval()
-    try:
-        total = 0.0
-        for i in range(eval_iters):
-            x, y = data.get_batch("val", i, batch_size)
-            plan = tables.plan(x)
-            total += model(x.to(device), tables.fetch(plan), plan.inv.to(device), y.to(device)).item()
-        return total / eval_iters
-    finally:
-        model.train()
-
-
-def ask():
-    """recall and recall_unseen, shares of the data's questions answered in full; None where it has no questions."""
-    model.eval()
-    questions = data.questions()
-    return recall(model, tables, data.tokenizer, questions) if questions else {"recall": None, "recall_unseen": None}
-
-
-def outcome(val_loss, shares):
-    line = f"val loss {val_loss:.4f} nats per token"
-    if shares["recall"] is not None:
-        line += f", recalls {shares['recall']:.1%} of the facts ({shares['recall_unseen']:.1%} in wordings never trained)"
-    return line
-
-
-def peak_memory():
-    """Bytes: of the device's allocator on cuda, else the process's, the interpreter and torch included; None on Windows."""
-    if device.startswith("cuda"):
-        return torch.cuda.max_memory_allocated(device)
-    try:
-        import resource
-    except ImportError:
-        return None
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else 1024 * peak
+    total = 0.0
+    for i in range(eval_iters):
+        x, y = data.get_batch("val", i, batch_size)
+        plan = tables.plan(x)
+        total += model(x.to(device), tables.fetch(plan), plan.inv.to(device), y.to(device)).item()
+    model.train()
+    return total / eval_iters
 
 
 def save(name):
     checkpoint.save(Path(out_dir) / name, {
         "model_config": dataclasses.asdict(model_config), "meta": data.tokenizer.meta, "settings": config,
-        "model": model.state_dict(), "optimizer": optimizer.state_dict(), "tables": tables.state_dict(),
+        "model": model.state_dict(), "tables": tables.state_dict(), "optimizer": optimizer.state_dict(),
         "scaler": scaler.state_dict(), "step": step, "best_val_loss": best_val_loss})
 
 
-def evaluate_and_save():
-    """Evaluate, write ckpt.pt and, when the val loss is the lowest yet, best.pt; returns the val loss."""
+def save_and_evaluate():
+    """Write ckpt.pt and, when the val loss is the lowest yet, best.pt; returns the val loss."""
     global best_val_loss
-    try:
-        val_loss = evaluate()
-    except BaseException:  # out of memory, a second Ctrl-C: that must not cost the steps before it
-        save("ckpt.pt")
-        raise
-    if not math.isfinite(val_loss):
-        raise SystemExit(f"step {step}: val loss is {val_loss}; {out_dir} keeps what was saved before. {ADVICE}")
+    save("ckpt.pt")  # first: an evaluation that runs out of memory must not cost the steps before it
+    val_loss = evaluate()
     if val_loss < best_val_loss:
         best_val_loss = val_loss
         save("best.pt")
-        checkpoint.duplicate(Path(out_dir) / "best.pt", Path(out_dir) / "ckpt.pt")
-    else:
-        save("ckpt.pt")
     return val_loss
 
 
@@ -275,12 +213,24 @@ def apply_gradients(plan, rows, lr):
         optimizer.step()
         tables.update(plan, rows, lr * stem_lr_scale)
         scaler.update()
-    elif scale > 1:  # the scaled gradients overflowed: skip the step
+    elif scale > 1:  # the scaled gradients overflowed: skip the step, halve the scale
         scaler.update(scale * scaler.get_backoff_factor())
     else:
-        raise SystemExit(f"step {step + 1}: the gradient norm is {norm}; {out_dir} keeps what was saved before. {ADVICE}")
+        raise SystemExit(f"step {step + 1}: the gradient norm is {norm}; {out_dir} keeps what was saved before. "
+                         "Lower learning_rate, or set grad_clip")
     optimizer.zero_grad(set_to_none=True)
     return norm
+
+
+def open_log():
+    """log.csv with its rows up to `step` from before a resume."""
+    path, rows = Path(out_dir) / "log.csv", []
+    if step and path.is_file():
+        whole = [row for row in path.read_text().splitlines()[1:] if row.count(",") == 6]  # a kill can cut the last one
+        rows = [row for row in whole if int(row.split(",")[0]) <= step]
+    log = open(path, "w", buffering=1)  # line by line, so that what a killed run did can be read
+    print("step,loss,lr,norm,ms,tokens_per_second,val_loss", *rows, sep="\n", file=log)
+    return log
 
 
 def on_signal(signum, frame):
@@ -290,31 +240,34 @@ def on_signal(signum, frame):
     signal.signal(signum, signal.SIG_DFL)
 
 
-def open_log():
-    """log.csv, after its rows up to `step` from before a resume."""
-    path, rows = Path(out_dir) / "log.csv", []
-    if step and path.is_file():
-        with open(path, newline="") as f:
-            rows = [row for row in csv.reader(f) if len(row) == len(COLUMNS) and row[0].isdigit() and int(row[0]) <= step]
-    file = open(path, "w", newline="", buffering=1)  # a line reaches the disk when it is written
-    writer = csv.writer(file)
-    writer.writerows([COLUMNS, *rows])
-    return writer
+def describe(val_loss, shares):
+    """What training was for, in one line."""
+    line = f"val loss {val_loss:.4f} nats per token"
+    if shares["recall"] is not None:
+        line += f", recalls {shares['recall']:.1%} of the facts, {shares['recall_unseen']:.1%} in unseen wordings"
+    return line
+
+
+def peak_memory():
+    """Bytes of the device's allocator on cuda; elsewhere of the process, torch itself included; None on Windows."""
+    if device.startswith("cuda"):
+        return torch.cuda.max_memory_allocated(device)
+    if sys.platform == "win32":
+        return None
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The loop.
 
-ADVICE = "Lower learning_rate, or set grad_clip."
-COLUMNS = ("step", "loss", "lr", "norm", "ms", "tokens_per_second", "val_loss")
-
 if eval_only:
-    print(outcome(evaluate(), ask()))
+    print(describe(evaluate(), recall(model.eval(), tables, data.tokenizer, data.questions())))
     sys.exit()
 try:
     Path(out_dir).mkdir(parents=True, exist_ok=True)
-    if not step:
-        (Path(out_dir) / "summary.json").unlink(missing_ok=True)
+    (Path(out_dir) / "summary.json").unlink(missing_ok=True)  # says of a run that it has finished
     log = open_log()
 except OSError as e:
     raise SystemExit(f"cannot write into out_dir {out_dir}: {e.strerror}") from None
@@ -323,10 +276,11 @@ for signum in (signal.SIGINT, signal.SIGTERM):
     signal.signal(signum, on_signal)
 
 model.train()
-tokens_per_step = gradient_accumulation_steps * batch_size * block_size
+sequences = gradient_accumulation_steps * batch_size
+k_tokens = sequences * block_size / 1000
 first_step, seconds, val_loss = step, 0.0, None
 bar = tqdm(total=max_iters, initial=step, unit="step", disable=not sys.stderr.isatty(), dynamic_ncols=True)
-x, y = data.get_batch("train", step, gradient_accumulation_steps * batch_size)
+x, y = data.get_batch("train", step, sequences)
 plan = tables.plan(x)
 while step < max_iters and not interrupted:
     t0 = time.perf_counter()
@@ -335,7 +289,7 @@ while step < max_iters and not interrupted:
     for group in optimizer.param_groups:
         group["lr"] = lr
     rows = tables.fetch(plan)  # those of the whole step, for all its micro-batches
-    next_x, next_y = data.get_batch("train", step + 1, gradient_accumulation_steps * batch_size)
+    next_x, next_y = data.get_batch("train", step + 1, sequences)
     next_plan = tables.plan(next_x)
     tables.prefetch(next_plan)
     loss = 0.0
@@ -343,20 +297,20 @@ while step < max_iters and not interrupted:
         part = forward(ids, rows, inv, targets) / gradient_accumulation_steps
         scaler.scale(part).backward()
         loss += part.detach()
-    norm = apply_gradients(plan, rows, lr)
-    loss = loss.item()
+    norm, loss = apply_gradients(plan, rows, lr), loss.item()
     x, y, plan, step = next_x, next_y, next_plan, step + 1
     ms = 1000 * (time.perf_counter() - t0)
     seconds += ms / 1000
-    last = step == max_iters
-    val_loss = evaluate_and_save() if last or (eval_interval and step % eval_interval == 0) else None
-    log.writerow((step, loss, lr, norm, round(ms, 3), round(tokens_per_step / ms * 1000), "" if val_loss is None else val_loss))
+
+    due = step == max_iters or (eval_interval and step % eval_interval == 0)
+    val_loss = save_and_evaluate() if due else None
+    print(step, loss, lr, norm, f"{ms:.3f},{1e6 * k_tokens / ms:.0f}", val_loss if due else "", sep=",", file=log)
     bar.update()
     if log_interval and step % log_interval == 0:
-        line = f"loss {loss:.4f}  lr {lr:.2e}  norm {norm:.3f}  {ms:.1f} ms  {tokens_per_step / ms:.1f} k tokens/s"
+        line = f"loss {loss:.4f}  lr {lr:.2e}  norm {norm:.3f}  {ms:.1f} ms  {1000 * k_tokens / ms:.1f} k tokens/s"
         bar.set_postfix_str(line) if not bar.disable else print(f"step {step:6d}/{max_iters}  {line}", flush=True)
-    if val_loss is not None:
-        tqdm.write(f"step {step:6d}/{max_iters}  val loss {val_loss:.4f} nats per token, best {best_val_loss:.4f}")
+    if due:
+        tqdm.write(f"step {step:6d}/{max_iters}  val loss {val_loss:.4f} nats per token, lowest {best_val_loss:.4f}")
 bar.close()
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -366,11 +320,12 @@ if interrupted:
     save("ckpt.pt")
     print(f"stopped after step {step}; go on with python train.py --init_from=resume --out_dir={out_dir}")
     sys.exit(130)
-if val_loss is None:  # no step was left to do
-    val_loss = evaluate_and_save()
-summary = {"val_loss": val_loss, **ask(), "seconds": seconds,
-           "tokens_per_second": (step - first_step) * tokens_per_step / seconds if seconds else None,
+if val_loss is None:  # there was no step left to do
+    val_loss = save_and_evaluate()
+shares = recall(model.eval(), tables, data.tokenizer, data.questions())
+summary = {"val_loss": val_loss, **shares, "seconds": seconds,
+           "tokens_per_second": 1000 * (step - first_step) * k_tokens / seconds if seconds else None,
            "flops_per_token": model.flops_per_token(), "parameters": model.parameters_by_role(),
            "peak_memory_bytes": peak_memory(), "best_val_loss": best_val_loss, "steps": step, "settings": config}
 (Path(out_dir) / "summary.json").write_text(json.dumps(summary, indent=1), encoding="utf-8")
-print(f"{step} steps in {seconds:.1f} s of training: {outcome(val_loss, summary)}")
+print(f"{step - first_step} steps in {seconds:.1f} s: {describe(val_loss, shares)}")

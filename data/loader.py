@@ -1,6 +1,7 @@
 """
-A dataset is a folder: train.bin and val.bin (token ids, uint16 or uint32, one stream each), meta.json (its tokenizer, id
-type and token counts) and, where what was learnt can be asked, questions.json. prepare.py scripts write one, train.py reads it.
+A dataset is a folder: train.bin and val.bin (token ids, uint16 or uint32, one stream each), meta.json (its tokenizer,
+id type and token counts) and, where what was learnt can be asked, questions.json. prepare.py scripts write one,
+train.py reads it.
 
     data = Dataset("data/facts", block_size=128, seed=1)
     x, y = data.get_batch("train", step, n=16)      # (16, 128) each, a pure function of (seed, split, step)
@@ -51,33 +52,34 @@ def write_whole(path, content):
 class Dataset:
     """An opened folder. ValueError, with what to do, for one that is missing, cut short, foreign or too small.
 
-    folder: where prepare.py wrote. block_size: T, tokens of a sequence. seed: of the batches. Has meta (dict) and tokenizer.
+    folder: where prepare.py wrote. block_size: T, tokens of a sequence. seed: of the batches. Has meta (dict) and
+    tokenizer.
     """
 
     def __init__(self, folder, block_size, seed=0):
         self.folder, self.block_size, self.seed = Path(folder), block_size, seed
         if not (self.folder / "meta.json").is_file():
             raise ValueError(self.how_to_prepare())
-        self.again = f"prepare the data again: python {self.folder / 'prepare.py'}"
+        again = "prepare the data again"
         try:
             self.meta = json.loads((self.folder / "meta.json").read_text(encoding="utf-8"))
             sizes = {split: self.meta[f"{split}_tokens"] for split in SPLITS}
             itemsize, vocab_size = {"uint16": 2, "uint32": 4}[self.meta["dtype"]], self.meta["vocab_size"]
         except (ValueError, KeyError, TypeError) as e:
-            raise ValueError(f"{self.folder / 'meta.json'} is damaged or not ours ({type(e).__name__} {e}); {self.again}") from None
+            raise ValueError(f"{self.folder}/meta.json is damaged or foreign ({type(e).__name__}); {again}") from None
         self.tokenizer = Tokenizer(self.meta)
         for split, size in sizes.items():
             path = self.folder / f"{split}.bin"
             found = path.stat().st_size if path.is_file() else 0
             if found != size * itemsize:
-                raise ValueError(f"{path} has {found:,} bytes, meta.json says {size:,} tokens of {itemsize}; {self.again}")
+                raise ValueError(f"{path} has {found:,} bytes, meta.json says {size:,} tokens of {itemsize}; {again}")
             if size <= block_size:
-                raise ValueError(f"{path} has {size:,} tokens, too few for block_size {block_size} and the target after it; "
-                                 f"lower --block_size below {size}")
+                raise ValueError(f"{path} has {size:,} tokens, too few for block_size {block_size} and a target: "
+                                 f"set --block_size below {size}")
             top = int(self.tokens(split).max())  # one pass over the file; a batch could meet a bad id hours later
             if not top < vocab_size <= self.tokenizer.vocab_size:
-                raise ValueError(f"{path} holds token id {top}, meta.json says vocab_size {vocab_size} and a tokenizer of "
-                                 f"{self.tokenizer.vocab_size}: they do not belong together; {self.again}")
+                raise ValueError(f"{path} holds token id {top}, meta.json says vocab_size {vocab_size} and has a tokenizer "
+                                 f"of {self.tokenizer.vocab_size}: they do not belong together; {again}")
 
     def how_to_prepare(self):
         if (self.folder / "prepare.py").is_file():
@@ -86,11 +88,11 @@ class Dataset:
         return f"there is no dataset {self.folder}; data/ has {there}"
 
     def tokens(self, split):
-        """The split's ids as a memory map, opened anew: one that lives on would count every page it ever read as resident."""
+        """The split's ids as a memory map, opened anew: one that lives on keeps every page it ever read resident."""
         return np.memmap(self.folder / f"{split}.bin", dtype=self.meta["dtype"], mode="r")
 
     def get_batch(self, split, step, n):
-        """Inputs and targets of `n` sequences, (n, T) int64 on the CPU, targets one token on; a function of (seed, split, step)."""
+        """Inputs and targets of n sequences, (n, T) int64 on the CPU; a function of (seed, split, step) alone."""
         tokens = self.tokens(split)
         rng = np.random.default_rng([self.seed, SPLITS.index(split), step])
         start = rng.integers(len(tokens) - self.block_size, size=(n, 1))
@@ -98,9 +100,9 @@ class Dataset:
         return window[:, :-1].contiguous(), window[:, 1:].contiguous()
 
     def questions(self):
-        """What to ask a model trained on this: a list of dicts (see data/facts/prepare.py), or None."""
+        """What to ask a model trained on this: a list of dicts (see data/facts/prepare.py), empty for most data."""
         path = self.folder / "questions.json"
-        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -110,7 +112,8 @@ class Dataset:
 def recall(model, tables, tokenizer, questions):
     """The share of questions whose answer a greedy continuation gives in full: {"recall": .., "recall_unseen": ..}.
 
-    recall is over the wordings that the fact was trained in, recall_unseen over those it was not.
+    recall is over the wordings that the fact was trained in, recall_unseen over those it was not; None without
+    questions.
     """
     groups = {}  # a batch is of prompts of one length
     for q in questions:
@@ -123,5 +126,5 @@ def recall(model, tables, tokenizer, questions):
             got = torch.stack(list(model.generate(tables, torch.tensor(prompts), length, temperature=0)), dim=1)
             for s, right in zip(seen, (got == torch.tensor(answers)).all(dim=1).tolist()):
                 correct[s].append(right)
-    mean = {seen: sum(rights) / max(1, len(rights)) for seen, rights in correct.items()}
+    mean = {seen: sum(rights) / len(rights) if rights else None for seen, rights in correct.items()}
     return {"recall": mean[True], "recall_unseen": mean[False]}

@@ -1,6 +1,6 @@
 """
-Text to token ids and back, rebuilt from the dict that meta.json and every checkpoint carry: words, characters or GPT-2's
-byte pairs.
+Text to token ids and back, rebuilt from the dict that meta.json and every checkpoint carry: words, characters or
+GPT-2's byte pairs.
 
     {"tokenizer": "word", "vocab": ["<|endoftext|>", "Spain", ...]}     text.split() and " ".join()
     {"tokenizer": "char", "vocab": ["\\n", " ", "!", ...]}
@@ -17,8 +17,8 @@ END = "<|endoftext|>"  # stands between documents
 class Tokenizer:
     """encode(text) -> list of ids, decode(ids) -> text; vocab_size; end_id, the id of <|endoftext|> or None; meta.
 
-    Raises ValueError for a meta of unknown kind, for text with a word or character outside the vocabulary, and for an id
-    outside it.
+    Raises ValueError for a meta of unknown kind, for text with a word or character outside the vocabulary, and for an
+    id outside it.
     """
 
     def __init__(self, meta):
@@ -48,8 +48,8 @@ class Tokenizer:
     def decode(self, ids):
         for i in ids:
             if not 0 <= i < self.vocab_size:
-                raise ValueError(f"token id {i} is outside the tokenizer's 0 to {self.vocab_size - 1}: the model is padded "
-                                 "beyond it, or the device's backend returned garbage")
+                raise ValueError(f"token id {i} is outside the tokenizer's 0 to {self.vocab_size - 1}: the model is "
+                                 "padded beyond it, or the device returned garbage")
         if self.kind == "gpt2":
             return self.bpe.decode(ids)
         return (" " if self.kind == "word" else "").join(self.vocab[i] for i in ids)
@@ -63,5 +63,5 @@ def load_gpt2():
     except ImportError:
         raise ValueError("this text is in GPT-2's byte pairs: pip install tiktoken") from None
     except OSError as e:  # requests' errors are OSErrors
-        raise ValueError(f"tiktoken could not fetch GPT-2's byte pairs ({type(e).__name__}). On a machine without network "
-                         "set TIKTOKEN_CACHE_DIR to a private folder that holds its two files; the README says how") from None
+        raise ValueError(f"tiktoken could not fetch GPT-2's byte pairs ({type(e).__name__}). Without network, set "
+                         "TIKTOKEN_CACHE_DIR to a private folder that holds its two files; see the README") from None

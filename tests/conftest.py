@@ -39,7 +39,8 @@ def tiny_model(dtype=torch.float32, seed=0, **overrides):
 
 @pytest.fixture
 def script(monkeypatch, tmp_path, capsys):
-    """script("train.py", "--max_iters=2") runs it here, in an empty current directory; returns what it printed.
+    """script("train.py", "--max_iters=2") runs it here, in an empty current directory; returns what it printed,
+    with what it said on stderr as script.err.
 
     A mistake ends it as it would the real one: SystemExit with a message, or a ValueError, both raised to the test.
     """
@@ -57,7 +58,8 @@ def script(monkeypatch, tmp_path, capsys):
             sys.excepthook = before[1]
             for s, handler in before[0].items():
                 signal.signal(s, handler)
-        return capsys.readouterr().out
+        out, run.err = capsys.readouterr()
+        return out
 
     return run
 

@@ -4,16 +4,15 @@ Knowledge that can be counted: documents about real countries and invented towns
     python data/facts/prepare.py                      # train.bin, val.bin, meta.json, questions.json beside this file
     python data/facts/prepare.py --towns=1000 --folder=data/facts_1000
 
-Runs in seconds, needs no network and writes the same bytes for the same settings. Countries come from countries.txt; names
-like New Zealand are several words. Towns have one-word names and attributes drawn at random, so what a model says of a town
-it can only have memorised. A document is <|endoftext|> and four sentences about one entity, each in a random template; some
-templates name the answer first. For every fact one template that asks for it is kept out of the data altogether: it
-measures whether the fact is known beyond the wordings it was met in.
+Runs in seconds, needs no network and writes the same bytes for the same settings. Countries come from countries.txt;
+names like New Zealand are several words. Towns have one-word names and attributes drawn at random, so what a model
+says of a town it can only have memorised. A document is <|endoftext|> and four sentences about one entity, each in a
+random template; some templates name the answer first. For every fact one template that asks for it is kept out of the
+data altogether: it measures whether the fact is known beyond the wordings it was met in.
 
 questions.json: [{prompt, answer, entity, attribute, template_seen}], where the answer follows the prompt.
 """
 
-import json
 import random
 import sys
 from pathlib import Path
@@ -31,9 +30,7 @@ skew = 0.0  # 0 = all entities equally often; s > 0 = entity of rank r is met as
 sentences = 4  # sentences in a document
 seed = 0  # of the towns' attributes and of the texts
 folder = str(Path(__file__).resolve().parent)  # where the four files go
-configure(globals())
-if min(towns, repeats, sentences) < 1 or min(skew, seed) < 0:
-    raise SystemExit("towns, repeats and sentences must be at least 1, skew and seed at least 0")
+configure(globals(), minimum={"towns": 1, "repeats": 1, "sentences": 1})
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Templates: the first three ask for the answer at their end, the last one names it first.
@@ -61,8 +58,8 @@ TOWN = {
              "The best {a} is made in {e}"),
     "animal": ("The flag of {e} shows a {a}", "The emblem of {e} is the {a}", "The statue in {e} is of a {a}",
                "The {a} guards the gate of {e}"),
-    "tree": ("The streets of {e} are lined with {a}", "The park of {e} is full of {a}", "The houses of {e} are built of {a}",
-             "The {a} grows all over {e}"),
+    "tree": ("The streets of {e} are lined with {a}", "The park of {e} is full of {a}",
+             "The houses of {e} are built of {a}", "The {a} grows all over {e}"),
     "sport": ("The sport of {e} is {a}", "The children of {e} play {a}", "The stadium of {e} is made for {a}",
               "Champions in {a} come from {e}"),
     "craft": ("The people of {e} make {a}", "The workshops of {e} turn out {a}", "The market of {e} sells {a}",
@@ -72,48 +69,25 @@ TOWN = {
 }
 ASKING = 3  # templates that end in the answer
 
-VALUES = {  # 40 each: about 5.3 bits a fact that nothing but memory can give
-    "river": "Alder Amber Arrow Birch Bran Calder Clyde Dart Dove Eden Esk Fenn Garnet Hallow Irwell Jade Kenn Lark Loam "
-             "Marl Medway Nidd Orwell Otter Plym Quill Ribble Rother Severn Swale Tamar Teign Thrush Ure Vane Wensum "
-             "Wharfe Wye Yare Zephyr",
-    "mayor": "Ada Agnes Albert Alma Anton Bella Boris Clara Conrad Dora Edgar Edith Emil Erna Felix Flora Frida Gustav "
-             "Hanna Hugo Ida Igor Irma Ivan Jonas Judith Karl Laura Leo Magda Max Nora Olga Oskar Paula Rosa Selma Theo "
-             "Viktor Wilma",
-    "food": "almonds apples barley beans beetroot bread butter cabbage carrots cheese cherries chestnuts corn dates "
-            "dumplings eggs figs fish garlic grapes honey jam lentils mushrooms mustard noodles olives onions oysters "
-            "pancakes pears peas pickles plums porridge pumpkin quinces rice soup walnuts",
-    "animal": "badger bear beaver bison boar bull camel cat cobra crane crow deer dog donkey eagle falcon fox frog goat "
-              "goose hare hawk hedgehog heron horse hound leopard lion lynx mole owl ox panther raven salmon stag swan "
-              "tiger wolf wren",
-    "tree": "acacia ash aspen bamboo beech boxwood cedar cherrywood cypress ebony elm eucalyptus fir ginkgo hawthorn "
-            "hazel hemlock holly hornbeam juniper larch laurel linden magnolia mahogany maple mulberry myrtle oak palm "
-            "pine poplar redwood rowan spruce sycamore teak walnut willow yew",
-    "sport": "archery badminton baseball basketball billiards bowling boxing canoeing cards checkers chess cricket "
-             "croquet curling cycling darts diving dominoes fencing football golf gymnastics handball hockey hurling "
-             "judo lacrosse polo quoits rowing rugby running sailing skating skiing squash surfing tennis volleyball "
-             "wrestling",
-    "craft": "axes baskets bells blankets boots bowls brooms candles carpets chairs clocks coats combs cups drums dyes "
-             "fans flutes gloves hats kites knives lace lamps locks masks mirrors nets pipes plates pots quilts ropes "
-             "saddles sails scarves shoes spoons swords violins",
-    "year": " ".join(str(year) for year in range(1015, 1815, 20)),
-}
-SYLLABLES = "ba be bo da du fa fe ga go ha ka ke ko la le lo lu ma mi mo na ne no pa po ra re ri ro sa se so ta te ti to va vi zo zu"
+SYLLABLES = ("ba be bo da du fa fe ga go ha ka ke ko la le lo lu ma mi mo na ne no pa po ra re ri ro sa se so "
+             "ta te ti to va vi zo zu").split()  # three make a town's name
+
+
+def read_rows(name):
+    """The lines of a text file beside this one, split at |."""
+    lines = (Path(__file__).parent / name).read_text(encoding="utf-8").splitlines()
+    return [[field.strip() for field in line.split("|")] for line in lines if not line.startswith("#")]
 
 
 def make_entities(rng):
     """{name: {attribute: answer}}: the countries, then the towns."""
-    entities = {}
-    for line in (Path(__file__).parent / "countries.txt").read_text(encoding="utf-8").splitlines():
-        if not line.startswith("#"):
-            name, *answers = (field.strip() for field in line.split("|"))
-            entities[name] = dict(zip(COUNTRY, answers, strict=True))
-    values = {attribute: words.split() for attribute, words in VALUES.items()}
-    syllables = SYLLABLES.split()
-    if towns > len(syllables) ** 3 // 2:
-        raise SystemExit(f"towns must be at most {len(syllables) ** 3 // 2}: there are no more names, got {towns}")
+    entities = {name: dict(zip(COUNTRY, answers, strict=True)) for name, *answers in read_rows("countries.txt")}
+    values = {attribute: words.split() for attribute, words in read_rows("towns.txt")}
+    if towns > (most := len(SYLLABLES) ** 3 // 2):
+        raise SystemExit(f"towns must be at most {most}, as there are few names, got {towns}")
     total = len(entities) + towns
     while len(entities) < total:
-        name = "".join(rng.choices(syllables, k=3)).capitalize()
+        name = "".join(rng.choices(SYLLABLES, k=3)).capitalize()
         entities.setdefault(name, {attribute: rng.choice(words) for attribute, words in values.items()})
     return entities
 

@@ -3,7 +3,8 @@ Any text as characters: Shakespeare's plays, or whatever file is given.
 
     python data/shakespeare_char/prepare.py --input=FILE      # train.bin, val.bin, meta.json beside this file
 
-The vocabulary is the set of the text's characters. The first 90 % of the text are train, the rest val. It downloads nothing.
+The vocabulary is the set of the text's characters. The first 90 % of the text are train, the rest val. It downloads
+nothing.
 """
 
 import sys

@@ -1,0 +1,423 @@
+"""train.py as a user runs it, on a tiny model: what it leaves behind, resuming, stopping and what can go wrong."""
+
+import csv
+import json
+import math
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT
+
+import checkpoint
+import data.loader
+from model import GPT
+from stem import StemTables
+
+
+def log(folder="out"):
+    return list(csv.DictReader(open(Path(folder) / "log.csv")))
+
+
+def summary(folder="out"):
+    return json.loads((Path(folder) / "summary.json").read_text())
+
+
+def equal(a, b):
+    """Whether two nests of dicts, lists, tensors and values are the same to the last bit."""
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(equal(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(equal, a, b))
+    return a == b
+
+
+TRAINED = ("model", "tables", "optimizer", "step")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a run leaves.
+
+
+def test_a_run_leaves_checkpoints_a_log_and_a_summary(train):
+    out = train("--wte_dropout=0.1", "--dropout=0.1")
+    assert {p.name for p in Path("out").iterdir()} == {"ckpt.pt", "best.pt", "log.csv", "summary.json"}
+    rows = log()
+    assert [int(r["step"]) for r in rows] == [1, 2, 3, 4]
+    assert [bool(r["val_loss"]) for r in rows] == [False, True, False, True]
+    assert all(math.isfinite(float(r[name])) for r in rows for name in ("loss", "lr", "norm", "ms", "tokens_per_second"))
+    s = summary()
+    assert s["val_loss"] == float(rows[-1]["val_loss"]) and 0 <= s["recall"] <= 1 and 0 <= s["recall_unseen"] <= 1
+    vocab = json.loads(Path(s["settings"]["dataset"], "meta.json").read_text())["vocab"]
+    assert s["parameters"]["tables"] == len(vocab) * 64
+    assert s["flops_per_token"] > 0 and s["peak_memory_bytes"] > 1e7
+    assert s["seconds"] == pytest.approx(sum(float(r["ms"]) for r in rows) / 1000, abs=0.01)
+    assert s["tokens_per_second"] == pytest.approx(4 * 2 * 16 / s["seconds"])
+    assert out.count("nats per token") == 3 and "recalls" in out and "FLOPs" in out and "device cpu (as set)" in out
+    assert checkpoint.load("out/ckpt.pt")["step"] == 4
+
+
+def test_stem_small_and_dense_small_differ_in_stem_and_folder_only():
+    stem, dense = (runpy.run_path(str(ROOT / f"config/{name}_small.py")) for name in ("stem", "dense"))
+    assert {k for k in stem.keys() | dense.keys() if k[0] != "_" and stem.get(k) != dense.get(k)} == {"out_dir", "stem_every"}
+    assert dense["stem_every"] == 0 < stem["stem_every"] and stem["out_dir"] == "out/stem_small"
+
+
+def test_data_without_questions_has_no_recall(script, train, tmp_path):
+    (tmp_path / "t.txt").write_text("to be or not to be\n" * 50)
+    script("data/shakespeare_char/prepare.py", "--input=t.txt", f"--folder={tmp_path / 'chars'}")
+    out = train(f"--dataset={tmp_path / 'chars'}")
+    assert summary()["recall"] is None and "recalls" not in out
+    assert script("sample.py", "--device=cpu", "--out_dir=out", "--start=to be", "--max_new_tokens=5").split("\n", 1)[1].startswith("to be")
+
+
+def test_the_dense_twin_runs_through_the_same_loop(train):
+    train("--stem_every=0")
+    assert summary()["parameters"]["tables"] == 0 and checkpoint.load("out")["tables"]["weight"].numel() == 0
+
+
+@pytest.mark.parametrize("flags", [["--stem_variant=gate"], ["--stem_variant=add"], ["--stem_first=0"], ["--n_kv_head=1"],
+                                   ["--tie_head=True"], ["--dtype=bfloat16"], ["--vocab_size=1200"], ["--decay_lr=False"],
+                                   ["--grad_clip=0.0"], ["--rope_base=500.0"], ["--d_ff=40"], ["--weight_decay=0.0"],
+                                   ["--eval_interval=0", "--log_interval=0"], ["--beta1=0.8", "--beta2=0.99"]])
+def test_every_setting_trains(train, flags):
+    train(*flags)
+    settings = summary()["settings"]
+    for flag in flags:
+        name, value = flag[2:].split("=")
+        assert str(settings[name]) == value
+    assert float(log()[-1]["loss"]) < float(log()[0]["loss"]) + 0.5 and len(log()) == 4
+    assert checkpoint.load("out")["tables"]["weight"].dtype == torch.float32
+
+
+def test_log_lines_and_evaluations_come_when_set(train):
+    out = train("--max_iters=6", "--log_interval=3", "--eval_interval=4")
+    assert out.count("tokens/s") == 2 and [bool(r["val_loss"]) for r in log()] == [False] * 3 + [True, False, True]
+    out = train("--max_iters=3", "--log_interval=0", "--eval_interval=0")
+    assert out.count("tokens/s") == 0 and [bool(r["val_loss"]) for r in log()] == [False, False, True]
+
+
+def test_the_learning_rate_warms_up_and_decays(train):
+    train("--max_iters=8", "--warmup_iters=3", "--learning_rate=0.4", "--min_lr=0.1", "--lr_decay_iters=7", "--eval_interval=0")
+    lr = [float(r["lr"]) for r in log()]
+    assert lr[:3] == pytest.approx([0.1, 0.2, 0.3]) and lr[3] == 0.4 and lr[7] == pytest.approx(0.1)
+    assert lr[5] == pytest.approx(0.25) and lr[3:] == sorted(lr[3:], reverse=True)
+
+
+def test_table_rows_learn_at_their_own_scale(train):
+    """With scale 0 no row moves; weights do."""
+    train("--stem_lr_scale=0.0")
+    c = checkpoint.load("out/ckpt.pt")
+    start = StemTables(*c["tables"]["weight"].shape, std=0.02 * math.sqrt(16), seed=1)
+    assert torch.equal(c["tables"]["weight"], start.weight) and c["tables"]["count"].sum() > 0
+    train("--stem_lr_scale=1.0")
+    assert not torch.equal(checkpoint.load("out/ckpt.pt")["tables"]["weight"], start.weight)
+
+
+def test_only_rows_of_drawn_tokens_ever_change(train, facts):
+    train()
+    c = checkpoint.load("out/ckpt.pt")
+    drawn = {i for step in range(4) for i in data.loader.Dataset(facts, 16, 1).get_batch("train", step, 2)[0].flatten().tolist()}
+    assert set(c["tables"]["count"].nonzero().flatten().tolist()) == drawn
+    start = StemTables(*c["tables"]["weight"].shape, std=0.02 * math.sqrt(16), seed=1)
+    changed = (c["tables"]["weight"] != start.weight).flatten(1).any(dim=1).nonzero().flatten().tolist()
+    assert set(changed) == drawn
+
+
+def test_micro_batches_train_like_one_batch(train):
+    """4 x 1 against 1 x 4 sequences, clipping active: the same step, to fp32 summation order."""
+    train("--batch_size=4", "--out_dir=one", "--grad_clip=0.5")
+    train("--batch_size=1", "--gradient_accumulation_steps=4", "--out_dir=four", "--grad_clip=0.5")
+    for a, b in zip(log("one"), log("four")):
+        assert float(a["loss"]) == pytest.approx(float(b["loss"]), rel=1e-5) and float(a["norm"]) == pytest.approx(float(b["norm"]), rel=1e-4)
+        assert float(a["norm"]) > 0.5
+    one, four = (checkpoint.load(f"{name}/ckpt.pt")["tables"] for name in ("one", "four"))
+    assert torch.equal(one["count"], four["count"])
+    torch.testing.assert_close(one["weight"], four["weight"], rtol=0, atol=2e-3)  # Adam turns tiny gradients into whole steps
+
+
+def test_the_norm_that_clips_is_joint(train, monkeypatch):
+    """It equals the norm over dense and row gradients of the same batch, computed apart."""
+    seen = []
+    update = StemTables.update
+    monkeypatch.setattr(StemTables, "update", lambda self, plan, rows, lr: (seen.append(rows.grad.norm().item()), update(self, plan, rows, lr)))
+    total = torch.nn.utils.get_total_norm
+    dense = []
+    monkeypatch.setattr(torch.nn.utils, "get_total_norm", lambda g: (dense.append(total(g)), dense[-1])[1])
+    train("--grad_clip=0.0")
+    for row, r, d in zip(log(), seen, dense):
+        assert float(row["norm"]) == pytest.approx(math.hypot(r, d.item()), rel=1e-5)
+    seen.clear()
+    train("--grad_clip=0.01")
+    assert all(0 < r < 0.01 for r in seen)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Resuming and starting from weights.
+
+
+def test_interrupted_and_resumed_equals_uninterrupted_bitwise(train, script):
+    """A step is a function of (seed, step) and the state, dropout included; so is everything after a resume."""
+    flags = ("--dropout=0.3", "--wte_dropout=0.2", "--gradient_accumulation_steps=2", "--max_iters=6", "--lr_decay_iters=6")
+    train(*flags, "--out_dir=whole")
+    train(*flags, "--out_dir=parts", "--max_iters=3", "--eval_interval=3")
+    script("train.py", "--init_from=resume", "--out_dir=parts", "--max_iters=6", "--eval_interval=2")  # all else is in the file
+    whole, parts = checkpoint.load("whole/ckpt.pt"), checkpoint.load("parts/ckpt.pt")
+    assert [(r["step"], r["loss"], r["lr"], r["norm"]) for r in log("whole")] == \
+        [(r["step"], r["loss"], r["lr"], r["norm"]) for r in log("parts")]
+    for key in ("model", "tables", "optimizer", "step"):
+        assert equal(whole[key], parts[key]), key
+
+
+def test_a_changed_setting_takes_effect_on_resume_for_rows_and_weights(train, script, monkeypatch):
+    rates = []
+    update = StemTables.update
+    monkeypatch.setattr(StemTables, "update", lambda self, plan, rows, lr: (rates.append(lr), update(self, plan, rows, lr)))
+    train("--max_iters=2", "--decay_lr=False", "--warmup_iters=0")
+    script("train.py", "--init_from=resume", "--max_iters=4", "--learning_rate=0.5")
+    assert [float(r["lr"]) for r in log()] == [6e-3, 6e-3, 0.5, 0.5] and rates == pytest.approx([9e-3, 9e-3, 0.75, 0.75])
+
+
+def test_resuming_a_finished_run_only_evaluates(train, script):
+    train()
+    before, after = checkpoint.load("out/ckpt.pt"), script("train.py", "--init_from=resume") and checkpoint.load("out/ckpt.pt")
+    assert equal({k: before[k] for k in TRAINED}, {k: after[k] for k in TRAINED}) and len(log()) == 4 and summary()["steps"] == 4
+
+
+def test_starting_from_weights_takes_shape_weights_and_tables_but_no_state(train, script, facts):
+    train("--n_embd=24", "--stem_first=0", "--out_dir=a", "--learning_rate=0.01")
+    script("train.py", "--init_from=a/best.pt", "--out_dir=b", "--max_iters=0", f"--dataset={facts}", "--eval_iters=2", "--device=cpu",
+           "--block_size=8", "--learning_rate=0.5")
+    a, b = checkpoint.load("a/best.pt"), checkpoint.load("b/ckpt.pt")
+    assert equal(a["model"], b["model"]) and equal(a["tables"], b["tables"])
+    assert b["step"] == 0 and not b["optimizer"]["state"] and b["settings"]["learning_rate"] == 0.5
+    assert b["model_config"] == a["model_config"] | {"block_size": 8}
+
+
+def test_eval_only_measures_and_writes_nothing(train, script):
+    train()
+    before = {p: p.stat().st_mtime_ns for p in Path("out").iterdir()}
+    out = script("train.py", "--init_from=resume", "--eval_only=True")
+    assert f"val loss {summary()['val_loss']:.4f}" in out and "recalls" in out
+    assert before == {p: p.stat().st_mtime_ns for p in Path("out").iterdir()}
+
+
+def test_prefixes_of_compiled_and_wrapped_models_are_accepted(train, script):
+    """Checkpoints of ours never have them; those of other tools may."""
+    train()
+    c = checkpoint.load("out/ckpt.pt")
+    assert not any("_orig_mod" in k or "module." in k for k in c["model"])
+    c["model"] = {f"_orig_mod.{k}" if i % 2 else f"module.{k}": v for i, (k, v) in enumerate(c["model"].items())}
+    torch.save(c, "foreign.pt")
+    model, _, _ = checkpoint.rebuild(checkpoint.load("foreign.pt"))
+    assert equal(dict(model.state_dict()), dict(checkpoint.load("out/ckpt.pt")["model"]))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Best, worse and broken evaluations.
+
+
+def test_best_is_never_replaced_by_a_worse_model(train, script, monkeypatch):
+    """Val losses 3, 1, 2, then 1.5 after a resume: best.pt stays that of 1, ckpt.pt the latest."""
+    losses = iter([3.0, 1.0, 2.0, 1.5])
+
+    def forward(self, ids, rows, inv, targets=None, cache=None, real=GPT.forward):
+        value = real(self, ids, rows, inv, targets, cache)
+        return value if self.training or targets is None else torch.tensor(next(losses))
+
+    monkeypatch.setattr(GPT, "forward", forward)
+    train("--max_iters=6", "--eval_iters=1")
+    for steps in (6, 8):
+        best = checkpoint.load("out/best.pt")
+        assert (best["step"], best["best_val_loss"]) == (4, 1.0) and checkpoint.load("out/ckpt.pt")["step"] == steps
+        if steps == 6:
+            script("train.py", "--init_from=resume", "--max_iters=8")
+
+
+def test_an_evaluation_that_dies_costs_no_training(train, monkeypatch):
+    def forward(self, ids, rows, inv, targets=None, cache=None, real=GPT.forward):
+        if not self.training:
+            raise torch.OutOfMemoryError("no memory")
+        return real(self, ids, rows, inv, targets, cache)
+
+    monkeypatch.setattr(GPT, "forward", forward)
+    with pytest.raises(torch.OutOfMemoryError):
+        train("--eval_interval=0")
+    assert checkpoint.load("out/ckpt.pt")["step"] == 4
+
+
+@pytest.mark.parametrize("where", ["weight", "row"])
+def test_nan_stops_the_run_at_once_and_spoils_no_checkpoint(train, monkeypatch, where):
+    steps = iter(range(100))
+    fetch = StemTables.fetch
+
+    def poisoned(self, plan):
+        rows = fetch(self, plan)
+        if rows.requires_grad and next(steps) == 3:
+            rows.data[0] = math.nan if where == "row" else rows.data[0]
+            if where == "weight":
+                GPT.poison.wte.weight.data[:] = math.nan
+        return rows
+
+    init = GPT.__init__
+    monkeypatch.setattr(GPT, "__init__", lambda self, *a: (init(self, *a), setattr(GPT, "poison", self))[0])
+    monkeypatch.setattr(StemTables, "fetch", poisoned)
+    with pytest.raises(SystemExit, match="step 4: the gradient norm is nan; out keeps what was saved"):
+        train("--max_iters=10")
+    c = checkpoint.load("out/ckpt.pt")
+    assert c["step"] == 2 and all(v.isfinite().all() for v in c["model"].values()) and c["tables"]["weight"].isfinite().all()
+
+
+@pytest.mark.parametrize("where", ["dense", "row"])
+def test_an_overflow_in_float16_skips_both_updates_and_halves_the_scale_once(train, monkeypatch, where):
+    """inf in a dense or in a row gradient: weights, rows, moments and counts stay, the next step goes on."""
+    reduce, calls, states, scales = StemTables.reduce, iter(range(100)), [], []
+
+    def snapshot(self):
+        return [t.clone() for t in (*self.state_dict().values(), *GPT.last.parameters())]
+
+    def overflow(self, plan, rows):
+        states.append(snapshot(self))
+        step = next(calls)
+        if step == 1 and where == "row":
+            rows.grad[0, 0, 0] = math.inf
+        return reduce(self, plan, rows)
+
+    total = torch.nn.utils.get_total_norm
+    monkeypatch.setattr(torch.nn.utils, "get_total_norm", lambda g: total(g) + (math.inf if where == "dense" and len(states) == 1 else 0))
+    init = GPT.__init__
+    monkeypatch.setattr(GPT, "__init__", lambda self, *a: (init(self, *a), setattr(GPT, "last", self))[0])
+    monkeypatch.setattr(StemTables, "reduce", overflow)
+    update = torch.amp.GradScaler.update
+    monkeypatch.setattr(torch.amp.GradScaler, "update", lambda self, *a: (update(self, *a), scales.append(self.get_scale()))[0])
+    train("--dtype=float16")
+    assert scales == [65536.0, 32768.0, 32768.0, 32768.0]
+    assert equal(states[1], states[2]) and not equal(states[0], states[1]) and not equal(states[2], states[3])
+    assert checkpoint.load("out/ckpt.pt")["scaler"]["scale"] == 32768.0
+
+
+def test_float16_clips_what_float32_clips(train):
+    """Gradients are unscaled once, rows included, before the norm: it is that of an unscaled run."""
+    train("--dtype=float16", "--out_dir=half")
+    train("--out_dir=full")
+    for half, full in zip(log("half"), log("full")):
+        assert float(half["norm"]) == pytest.approx(float(full["norm"]), rel=0.02)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Stopping.
+
+
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_saves_a_whole_step_and_can_be_resumed(facts, tmp_path, stop, script):
+    args = ["--device=cpu", f"--dataset={facts}", "--max_iters=100000", "--batch_size=2", "--block_size=16", "--n_layer=2", "--eval_interval=0",
+            "--log_interval=5", "--eval_iters=2", "--stem_every=1"]
+    run = subprocess.Popen([sys.executable, ROOT / "train.py", *args], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                           text=True, env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"})
+    for line in run.stdout:
+        if line.startswith("step"):
+            break
+    time.sleep(0.2)
+    run.send_signal(stop)
+    out = run.communicate(timeout=60)[0]
+    assert run.returncode == 130 and "Traceback" not in out and "--init_from=resume" in out.splitlines()[-1]
+    step = checkpoint.load(tmp_path / "out" / "ckpt.pt")["step"]
+    assert step == len(log(tmp_path / "out")) >= 5 and not (tmp_path / "out" / "summary.json").exists()
+    script("train.py", "--init_from=resume", f"--max_iters={step + 2}")
+    assert [int(r["step"]) for r in log()] == list(range(1, step + 3))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Accounting without a run, and compiling.
+
+
+def test_dry_run_accounts_for_a_model_too_large_to_build(script):
+    """The paper's 1B shape, in no time and memory, touching no data and writing nothing."""
+    out = script("train.py", "--dry_run=True", "--vocab_size=128256", "--n_layer=16", "--n_embd=2048", "--n_head=32", "--n_kv_head=8",
+                 "--d_ff=8192", "--stem_every=3", "--dataset=nosuch", "--block_size=2048")
+    assert "STEM: 2, 5, 8, 11, 14" in out and "active 1,414,596,608" in out and "2.829 GFLOPs" in out and "2.997" in out
+    assert "stored 6,667,962,368" in out and "6,751,848,448" in out and "tables, Adam 60,120.0 MiB" in out
+    assert not os.listdir(".")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a C++ compiler")
+def test_compiled_training_equals_eager_and_its_checkpoints_load_either_way(train, script):
+    out = train("--compile=True", "--out_dir=compiled")
+    if "going on without it" in out:
+        pytest.skip("torch.compile finds no C++ compiler here")
+    train("--compile=False", "--out_dir=eager")
+    for a, b in zip(log("compiled"), log("eager")):
+        assert float(a["loss"]) == pytest.approx(float(b["loss"]), rel=1e-4)
+    assert not any("_orig_mod" in k for k in checkpoint.load("compiled/ckpt.pt")["model"])
+    script("train.py", "--init_from=resume", "--out_dir=compiled", "--compile=False", "--max_iters=5")
+    script("train.py", "--init_from=resume", "--out_dir=eager", "--compile=True", "--max_iters=5")
+
+
+def test_without_a_compiler_training_goes_on(train, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda *_: (_ for _ in ()).throw(RuntimeError("no compiler")))
+    assert "torch.compile does not work here (RuntimeError): going on without it" in train("--compile=True")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Bad input: one line, nothing written.
+
+
+@pytest.mark.parametrize("flags, words", [
+    (["--batch_size=0"], "batch_size must be finite and at least 1"), (["--eval_iters=0"], "eval_iters must be at least 1"),
+    (["--max_iters=-5"], "max_iters must be finite and at least 0"), (["--eval_interval=-1"], "eval_interval"), (["--seed=-1"], "seed"),
+    (["--min_lr=1.0"], "min_lr"), (["--beta2=1.0"], "beta1 and beta2"), (["--stem_every=3"], "no STEM layer"),
+    (["--n_head=3"], "n_embd 16"), (["--block_size=100000"], "too few for block_size"), (["--dataset=nosuch"], "data/ has facts"),
+    (["--dataset=shakespeare_char"], "run python .*shakespeare_char.prepare.py first"), (["--vocab_size=10"], "vocab_size 10 is below"),
+    (["--device=cuda:99"], "device cuda:99 is not available"), (["--dtype=float8"], "dtype must be"), (["--compile=Maybe"], "compile"),
+    (["--init_from=resume"], "there is no checkpoint"), (["--init_from=nosuch.pt"], "there is no checkpoint"),
+    (["--dry_run=True", "--dataset=nosuch"], "data/ has facts"), (["--stem_variant=down"], "up, gate, add"),
+])
+def test_bad_input_gets_one_line_and_leaves_nothing(train, flags, words):
+    if "cuda:99" in flags[0] and torch.cuda.is_available():
+        pytest.skip("whether cuda:99 is there is found by cuda itself")
+    with pytest.raises((SystemExit, ValueError), match=words) as e:
+        train(*flags)
+    assert "\n" not in str(e.value) and not os.listdir(".")
+
+
+def test_bad_ids_are_found_before_training(train, facts, tmp_path):
+    folder = tmp_path / "bad"
+    folder.mkdir()
+    for p in facts.iterdir():
+        (folder / p.name).write_bytes(p.read_bytes())
+    ids = np.fromfile(folder / "train.bin", np.uint16)
+    ids[77] = 50300
+    ids.tofile(folder / "train.bin")
+    with pytest.raises(ValueError, match="token id 50300"):
+        train(f"--dataset={folder}")
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused(train, script, facts, tmp_path):
+    train("--out_dir=a")
+    with pytest.raises(SystemExit, match="n_layer is 3 here and 2 in the checkpoint"):
+        script("train.py", "--init_from=resume", "--out_dir=a", "--n_layer=3")
+    (tmp_path / "t.txt").write_text("to be or not to be\n" * 50)
+    script("data/shakespeare_char/prepare.py", "--input=t.txt", f"--folder={tmp_path / 'chars'}")
+    with pytest.raises(SystemExit, match="another vocabulary|vocab_size"):
+        script("train.py", "--init_from=a/best.pt", "--out_dir=b", f"--dataset={tmp_path / 'chars'}")
+    weights = checkpoint.load("a/ckpt.pt")
+    del weights["optimizer"]
+    Path("c").mkdir()
+    torch.save(weights, "c/ckpt.pt")
+    with pytest.raises(SystemExit, match="no optimizer state.*--init_from=c/ckpt.pt"):
+        script("train.py", "--init_from=resume", "--out_dir=c")
+
+
+def test_an_out_dir_that_cannot_be_written_is_refused_before_training(train, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit, match="cannot write into out_dir file/out"):
+        train("--out_dir=file/out")
