@@ -21,6 +21,7 @@ from model import GPT, GPTConfig
 from stem import StemTables
 
 FORMAT = 1  # goes up when an older load() could not read the file
+FREE = ("block_size", "dropout", "wte_dropout", "rope_base")  # of a shape: what weights do not depend on
 
 
 def save(path, checkpoint):
@@ -52,15 +53,25 @@ def load(path):
         raise ValueError(f"there is no checkpoint {path}: train first, or name another --out_dir")
     try:
         checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        newer = checkpoint["format"] > FORMAT
+        newer, weights = checkpoint["format"] > FORMAT, checkpoint["model"]
     except Exception as e:  # torch.load has no error of its own: a bad file raises whatever its reader stumbles over
         raise ValueError(f"{path} is not a checkpoint of this project, or damaged ({type(e).__name__})") from None
     if newer:
         raise ValueError(f"{path} has format {checkpoint['format']}, this version reads up to {FORMAT}: update it")
     # other tools' files may carry the prefixes of compiled and wrapped models; ours never do
-    weights = checkpoint["model"]
     checkpoint["model"] = {key.removeprefix("module.").removeprefix("_orig_mod."): weights[key] for key in weights}
     return checkpoint
+
+
+def check_fit(checkpoint, config, meta, needs_optimizer):
+    """ValueError if it fits neither a GPTConfig nor a dataset's meta, or lacks what a resume needs."""
+    for name, was in checkpoint["model_config"].items():
+        if was != getattr(config, name) and name not in FREE:
+            raise ValueError(f"{name} is {getattr(config, name)} here and {was} in the checkpoint")
+    if any(checkpoint["meta"].get(key) != meta.get(key) for key in ("tokenizer", "vocab")):
+        raise ValueError("the dataset has another vocabulary than the checkpoint was trained with")
+    if needs_optimizer and "optimizer" not in checkpoint:
+        raise ValueError("the checkpoint has no optimizer state to resume; --init_from=PATH starts from its weights")
 
 
 def rebuild(checkpoint, device="cpu", dtype=torch.float32):

@@ -100,7 +100,9 @@ def one_line(kind, error, tb):
     """sys.excepthook: see the top of the file."""
     files = [frame.filename for frame in traceback.extract_tb(tb)] or [""]
     ours = HERE in Path(files[-1]).resolve().parents and "site-packages" not in files[-1]
-    if issubclass(kind, ValueError) and ours:
+    if issubclass(kind, KeyboardInterrupt):
+        print("interrupted", file=sys.stderr)
+    elif issubclass(kind, ValueError) and ours:
         print(error, file=sys.stderr)
     else:
         sys.__excepthook__(kind, error, tb)

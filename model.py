@@ -79,33 +79,6 @@ class GPTConfig:
         return 0.02 * math.sqrt(self.n_embd)
 
 
-def choose_device(device, dtype):
-    """The settings device and dtype as (device name, torch dtype); "auto" is resolved, and printed with its reason.
-
-    ValueError for a device that is not here or a dtype that cannot train on it.
-    """
-    why = "as set"
-    if device == "auto":
-        device, why = ("cuda", "found") if torch.cuda.is_available() else ("mps", "found, no cuda")
-        if device == "mps" and not torch.backends.mps.is_available():
-            device, why = "cpu", "no cuda or mps here"
-    kind = device.split(":")[0]
-    here = {"cpu": lambda: True, "cuda": torch.cuda.is_available, "mps": torch.backends.mps.is_available}
-    if kind not in here or not here[kind]():
-        raise ValueError(f"device {device} is not available here: auto takes what is, cpu always works")
-    why_dtype = "as set"
-    if dtype == "auto":
-        dtype, why_dtype = "float32", f"half precision gains little on {kind}"
-        if kind == "cuda":
-            dtype, why_dtype = "bfloat16", "native on this card"
-            if not torch.cuda.is_bf16_supported(including_emulation=False):
-                dtype, why_dtype = "float16", "no native bfloat16 on this card"
-    if dtype not in ("float32", "bfloat16", "float16") or (kind, dtype) == ("mps", "float16"):
-        raise ValueError(f"dtype must be auto, float32, bfloat16 or, except on mps, float16; got {dtype} for {kind}")
-    print(f"device {device} ({why}), dtype {dtype} ({why_dtype})")
-    return device, getattr(torch, dtype)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Leaves.
 
@@ -157,6 +130,8 @@ class KVCache:
 
 
 class Attention(nn.Module):
+    """Causal self-attention; with fewer key and value heads than heads, each serves several (grouped-query)."""
+
     def __init__(self, config, layer):
         super().__init__()
         self.layer, self.D = layer, config.n_embd // config.n_head
@@ -177,6 +152,8 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
+    """Attention, then a feed-forward layer that is dense or STEM, each normed before and added to the stream."""
+
     def __init__(self, config, layer):
         super().__init__()
         self.is_stem = layer in config.stem_layers
@@ -300,13 +277,13 @@ class GPT(nn.Module):
         for _ in range(max_new_tokens):
             plan = tables.plan(new)
             h = self.hidden(new.to(device), tables.fetch(plan), plan.inv.to(device), cache if use_cache else None)
-            logits = self.lm_head(h[:, -1]).float()[:, :vocab_size]
+            logits = self.lm_head(h[:, -1]).float().cpu()[:, :vocab_size]  # the id decides the next rows, on the CPU
             k = 1 if temperature == 0 else top_k
             if 0 < k < logits.size(-1):
                 values, kept = logits.topk(k)  # the k themselves: a threshold would let ties in
                 logits = torch.full_like(logits, -torch.inf).scatter(1, kept, values)
             logits = (logits - logits.max(dim=-1, keepdim=True).values) / (temperature or 1.0)
-            token = torch.multinomial(logits.softmax(dim=-1), 1)[:, 0].cpu()  # its id decides the next rows
+            token = torch.multinomial(logits.softmax(dim=-1), 1)[:, 0]
             if stop_id is not None:
                 token = torch.where(done, stop_id, token)
                 done |= token == stop_id

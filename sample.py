@@ -14,7 +14,7 @@ import torch
 
 import checkpoint
 from configurator import configure
-from model import choose_device
+from device import choose_device
 
 # ---------------------------------------------------------------------------------------------------------------------
 out_dir = "out/stem_small"  # of a run (its best.pt, else ckpt.pt), or the path of a checkpoint

@@ -29,7 +29,8 @@ from tqdm import tqdm
 import checkpoint
 from configurator import configure
 from data.loader import Dataset, recall
-from model import GPT, GPTConfig, choose_device, print_accounting
+from device import choose_device, peak_memory
+from model import GPT, GPTConfig, print_accounting
 from stem import StemTables
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -41,8 +42,8 @@ eval_only = False  # evaluate what init_from names, train nothing
 dry_run = False  # print parameters, FLOPs and memory, allocate nothing
 seed = 1  # of weights, tables, batches and dropout
 # data
-dataset = "facts"  # a folder of data/ (or a path) that a prepare.py has filled
-batch_size = 16  # sequences in a micro-batch
+dataset = "facts"  # a folder of data/, or the path of one, that a prepare.py has filled
+batch_size = 8  # sequences in a micro-batch
 block_size = 64  # tokens in a sequence
 gradient_accumulation_steps = 1  # micro-batches in a step
 # model
@@ -60,8 +61,8 @@ stem_every = 3  # every which layer is STEM: 0 = none (dense), 3 = a third, 2 = 
 stem_first = 1  # first layer that may be STEM
 stem_variant = "up"  # what the table row replaces: up, gate, or add (to the up-projection)
 # optimizer
-learning_rate = 6e-3
-max_iters = 1000  # steps
+learning_rate = 2e-3
+max_iters = 2000  # steps
 weight_decay = 0.1  # of dense matrices; tables and norms never decay
 beta1 = 0.9
 beta2 = 0.95
@@ -84,8 +85,6 @@ compile = "auto"  # torch.compile: auto (only on cuda), True or False
 # What to do, and whether it can be done. Everything that can be wrong is found here, before anything is written.
 
 MODEL_SETTINGS = [field.name for field in dataclasses.fields(GPTConfig)]
-FREE = ("block_size", "dropout", "wte_dropout", "rope_base")  # may differ from those a checkpoint was trained with
-
 MINIMUM = dict.fromkeys(("batch_size", "block_size", "gradient_accumulation_steps", "eval_iters", "rope_base"), 1)
 
 config = configure(globals(), MINIMUM)
@@ -100,13 +99,18 @@ if min_lr > learning_rate:
     raise SystemExit(f"learning_rate {learning_rate} must be at least min_lr {min_lr}, where its decay ends")
 if not (0 <= beta1 < 1 and 0 <= beta2 < 1):
     raise SystemExit(f"beta1 and beta2 must be in [0, 1), got {beta1} and {beta2}")
+if seed >= 2**63:
+    raise SystemExit(f"seed must be below 2**63, got {seed}")
 if compile not in ("auto", True, False):
     raise SystemExit(f"compile must be auto, True or False, got {compile!r}")
 
-folder = Path(__file__).resolve().parent / "data" / dataset  # an absolute path stays itself
+folder = Path(__file__).resolve().parent / "data" / dataset
+if not folder.is_dir() and Path(dataset).is_dir():
+    folder = Path(dataset)
 if not (dry_run and vocab_size):
     if dataset == "facts" and not (folder / "meta.json").exists():  # the one dataset that takes seconds and no network
-        subprocess.run([sys.executable, folder / "prepare.py"], check=True)
+        if subprocess.run([sys.executable, folder / "prepare.py"]).returncode:
+            raise SystemExit(f"{folder} could not be made, for the reason above")
     data = Dataset(folder, block_size, seed)
     known = data.tokenizer.vocab_size
     vocab_size = vocab_size or known
@@ -114,14 +118,8 @@ if not (dry_run and vocab_size):
         raise SystemExit(f"vocab_size {vocab_size} is below the {known} of {folder}; 0 takes the dataset's")
 
 model_config = GPTConfig(**{name: globals()[name] for name in MODEL_SETTINGS})
-if start:
-    for name, was in start["model_config"].items():
-        if was != getattr(model_config, name) and name not in FREE:
-            raise SystemExit(f"{name} is {getattr(model_config, name)} here and {was} in the checkpoint")
-    if any(start["meta"].get(key) != data.meta.get(key) for key in ("tokenizer", "vocab")):
-        raise SystemExit(f"{folder} has another vocabulary than the checkpoint was trained with")
-    if init_from == "resume" and "optimizer" not in start:
-        raise SystemExit(f"the checkpoint has no optimizer state; --init_from={out_dir}/ckpt.pt takes its weights")
+if start and not dry_run:
+    checkpoint.check_fit(start, model_config, data.meta, needs_optimizer=init_from == "resume")
 print_accounting(model_config, batch_size, gradient_accumulation_steps)
 if dry_run:
     sys.exit()
@@ -248,17 +246,6 @@ def describe(val_loss, shares):
     return line
 
 
-def peak_memory():
-    """Bytes of the device's allocator on cuda; elsewhere of the process, torch itself included; None on Windows."""
-    if device.startswith("cuda"):
-        return torch.cuda.max_memory_allocated(device)
-    if sys.platform == "win32":
-        return None
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # The loop.
 
@@ -268,6 +255,8 @@ if eval_only:
 try:
     Path(out_dir).mkdir(parents=True, exist_ok=True)
     (Path(out_dir) / "summary.json").unlink(missing_ok=True)  # says of a run that it has finished
+    if not step and (Path(out_dir) / "ckpt.pt").exists():
+        print(f"{out_dir} holds an earlier run, to be replaced; --init_from=resume would go on with it")
     log = open_log()
 except OSError as e:
     raise SystemExit(f"cannot write into out_dir {out_dir}: {e.strerror}") from None
@@ -284,7 +273,7 @@ x, y = data.get_batch("train", step, sequences)
 plan = tables.plan(x)
 while step < max_iters and not interrupted:
     t0 = time.perf_counter()
-    torch.manual_seed(seed * 2**32 + step)  # dropout is a function of the step
+    torch.manual_seed(hash((seed, step)))  # dropout is a function of the step, too
     lr = get_lr(step)
     for group in optimizer.param_groups:
         group["lr"] = lr
@@ -292,6 +281,8 @@ while step < max_iters and not interrupted:
     next_x, next_y = data.get_batch("train", step + 1, sequences)
     next_plan = tables.plan(next_x)
     tables.prefetch(next_plan)
+    if forward is not model:
+        torch._dynamo.maybe_mark_dynamic(rows, 0)  # one graph for any number of rows
     loss = 0.0
     for ids, inv, targets in zip(*(t.to(device).split(batch_size) for t in (x, plan.inv, y))):
         part = forward(ids, rows, inv, targets) / gradient_accumulation_steps
@@ -326,6 +317,6 @@ shares = recall(model.eval(), tables, data.tokenizer, data.questions())
 summary = {"val_loss": val_loss, **shares, "seconds": seconds,
            "tokens_per_second": 1000 * (step - first_step) * k_tokens / seconds if seconds else None,
            "flops_per_token": model.flops_per_token(), "parameters": model.parameters_by_role(),
-           "peak_memory_bytes": peak_memory(), "best_val_loss": best_val_loss, "steps": step, "settings": config}
+           "peak_memory_bytes": peak_memory(device), "best_val_loss": best_val_loss, "steps": step, "settings": config}
 (Path(out_dir) / "summary.json").write_text(json.dumps(summary, indent=1), encoding="utf-8")
 print(f"{step - first_step} steps in {seconds:.1f} s: {describe(val_loss, shares)}")

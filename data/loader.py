@@ -25,24 +25,22 @@ SPLITS = ("train", "val")
 
 
 def write_dataset(folder, tokenizer, train, val, questions=None):
-    """Write the splits (sequences of ids) and meta.json; each file appears whole or not at all, meta.json last."""
+    """Write the splits (sequences of ids) and meta.json, each file whole or not at all. ValueError if it cannot."""
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
     meta = tokenizer.meta | {"dtype": np.dtype(dtype).name, "vocab_size": tokenizer.vocab_size,
                              "train_tokens": len(train), "val_tokens": len(val)}
+    files = {"train.bin": np.asarray(train, dtype).tobytes(), "val.bin": np.asarray(val, dtype).tobytes()}
     if questions is not None:
-        write_whole(folder / "questions.json", json.dumps(questions, indent=0).encode())
-    write_whole(folder / "train.bin", np.asarray(train, dtype).tobytes())
-    write_whole(folder / "val.bin", np.asarray(val, dtype).tobytes())
-    write_whole(folder / "meta.json", json.dumps(meta).encode())
+        files["questions.json"] = json.dumps(questions, indent=0).encode()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, content in (files | {"meta.json": json.dumps(meta).encode()}).items():
+            (folder / f"{name}.tmp").write_bytes(content)
+            os.replace(folder / f"{name}.tmp", folder / name)
+    except OSError as e:
+        raise ValueError(f"cannot write {folder}: {e.strerror}") from None
     print(f"{folder}: {len(train):,} train and {len(val):,} val tokens, vocabulary {tokenizer.vocab_size:,}")
-
-
-def write_whole(path, content):
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_bytes(content)
-    os.replace(temporary, path)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -78,7 +76,7 @@ class Dataset:
                                  f"set --block_size below {size}")
             top = int(self.tokens(split).max())  # one pass over the file; a batch could meet a bad id hours later
             if not top < vocab_size <= self.tokenizer.vocab_size:
-                raise ValueError(f"{path} holds token id {top}, meta.json says vocab_size {vocab_size} and has a tokenizer "
+                raise ValueError(f"{path} holds token id {top}, meta.json has vocab_size {vocab_size} and a tokenizer "
                                  f"of {self.tokenizer.vocab_size}: they do not belong together; {again}")
 
     def how_to_prepare(self):

@@ -21,8 +21,22 @@ from stem import StemTables
 
 
 def tiny_config(**overrides):
-    shape = dict(block_size=16, vocab_size=50, n_layer=3, n_head=4, n_kv_head=0, n_embd=16, d_ff=24, dropout=0.0, wte_dropout=0.0,
-                 rope_base=10000.0, tie_head=False, stem_every=1, stem_first=1, stem_variant="up")
+    shape = dict(
+        block_size=16,
+        vocab_size=50,
+        n_layer=3,
+        n_head=4,
+        n_kv_head=0,
+        n_embd=16,
+        d_ff=24,
+        dropout=0.0,
+        wte_dropout=0.0,
+        rope_base=10000.0,
+        tie_head=False,
+        stem_every=1,
+        stem_first=1,
+        stem_variant="up",
+    )
     return GPTConfig(**shape | overrides)
 
 
@@ -78,6 +92,19 @@ def facts(tmp_path_factory):
 @pytest.fixture
 def train(script, facts):
     """train("--max_iters=3") trains a tiny model on the small facts dataset."""
-    small = ("--device=cpu", f"--dataset={facts}", "--batch_size=2", "--block_size=16", "--n_layer=2", "--n_embd=16", "--n_head=2",
-             "--max_iters=4", "--eval_iters=2", "--eval_interval=2", "--log_interval=1", "--warmup_iters=2", "--stem_every=1")
+    small = (
+        "--device=cpu",
+        f"--dataset={facts}",
+        "--batch_size=2",
+        "--block_size=16",
+        "--n_layer=2",
+        "--n_embd=16",
+        "--n_head=2",
+        "--max_iters=4",
+        "--eval_iters=2",
+        "--eval_interval=2",
+        "--log_interval=1",
+        "--warmup_iters=2",
+        "--stem_every=1",
+    )
     return lambda *args: script("train.py", *small, *args)

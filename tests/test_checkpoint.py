@@ -1,4 +1,4 @@
-"""checkpoint.py: a file is whole or the old one, holds nothing but data, and is refused in one line when it is not ours."""
+"""checkpoint.py: a file is whole or the old one, holds nothing but data, and is refused in one line when foreign."""
 
 import os
 import signal
@@ -13,8 +13,14 @@ import checkpoint
 
 def some(step=0, **more):
     model, tables = tiny_model()
-    return {"model_config": vars(model.config), "meta": {"tokenizer": "char", "vocab": [chr(65 + i) for i in range(50)]},
-            "model": model.state_dict(), "tables": tables.state_dict(), "step": step, **more}
+    return {
+        "model_config": vars(model.config),
+        "meta": {"tokenizer": "char", "vocab": [chr(65 + i) for i in range(50)]},
+        "model": model.state_dict(),
+        "tables": tables.state_dict(),
+        "step": step,
+        **more,
+    }
 
 
 def test_what_is_saved_is_rebuilt_bit_for_bit(tmp_path):
@@ -23,8 +29,12 @@ def test_what_is_saved_is_rebuilt_bit_for_bit(tmp_path):
     checkpoint.save(tmp_path / "best.pt", some() | {"tables": tables.state_dict()})
     model2, tables2, tokenizer = checkpoint.rebuild(checkpoint.load(tmp_path))  # by folder
     assert model2.config == model.config and not model2.training and tokenizer.decode([0, 2]) == "AC"
-    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), model2.state_dict().values(), strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(tables.state_dict().values(), tables2.state_dict().values(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.state_dict().values(), model2.state_dict().values(), strict=True)
+    )
+    assert all(
+        torch.equal(a, b) for a, b in zip(tables.state_dict().values(), tables2.state_dict().values(), strict=True)
+    )
     assert os.listdir(tmp_path) == ["best.pt"]
 
 
@@ -70,16 +80,19 @@ class Malicious:
         return (open, ("pwned.txt", "w"))
 
 
-@pytest.mark.parametrize("make, words", [
-    (lambda p: None, "there is no checkpoint"),
-    (lambda p: p.write_bytes(b""), "not a checkpoint of this project, or damaged"),
-    (lambda p: p.write_bytes(b"hello"), "damaged"),
-    (lambda p: (checkpoint.save(p, some()), p.write_bytes(p.read_bytes()[:-2000])), "damaged"),
-    (lambda p: torch.save({"weights": 1}, p), "damaged .KeyError"),
-    (lambda p: torch.save([1], p), "damaged"),
-    (lambda p: torch.save({"format": 1, "x": Malicious()}, p), "damaged .UnpicklingError"),
-    (lambda p: torch.save({"format": checkpoint.FORMAT + 1}, p), "update it"),
-])
+@pytest.mark.parametrize(
+    "make, words",
+    [
+        (lambda p: None, "there is no checkpoint"),
+        (lambda p: p.write_bytes(b""), "not a checkpoint of this project, or damaged"),
+        (lambda p: p.write_bytes(b"hello"), "damaged"),
+        (lambda p: (checkpoint.save(p, some()), p.write_bytes(p.read_bytes()[:-2000])), "damaged"),
+        (lambda p: torch.save({"weights": 1}, p), "damaged .KeyError"),
+        (lambda p: torch.save([1], p), "damaged"),
+        (lambda p: torch.save({"format": 1, "x": Malicious()}, p), "damaged .UnpicklingError"),
+        (lambda p: torch.save({"format": checkpoint.FORMAT + 1, "model": {}}, p), "update it"),
+    ],
+)
 def test_what_is_no_checkpoint_is_refused_in_one_line(tmp_path, monkeypatch, make, words):
     monkeypatch.chdir(tmp_path)
     make(tmp_path / "ckpt.pt")

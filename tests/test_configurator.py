@@ -55,28 +55,52 @@ def test_values_keep_their_type(configure):
 
 
 def test_a_file_is_python_and_sees_the_settings(configure):
-    assert configure("a.py", a="import math\n_k = 3\nsteps = steps * _k\ndef f(): pass\nrate = math.sqrt(4)\nmode = True") == DEFAULTS | {
-        "steps": 30, "rate": 2.0, "mode": True}
+    assert configure(
+        "a.py", a="import math\n_k = 3\nsteps = steps * _k\ndef f(): pass\nrate = math.sqrt(4)\nmode = True"
+    ) == DEFAULTS | {"steps": 30, "rate": 2.0, "mode": True}
 
 
-@pytest.mark.parametrize("arg, words", [
-    ("--stepz=1", ["stepz", "did you mean 'steps'"]), ("--steps=1.5", ["steps", "a whole number", "1.5"]),
-    ("--steps=None", ["steps", "None"]), ("--rate=fast", ["rate", "a number"]), ("--rate=nan", ["rate", "finite"]),
-    ("--rate=-0.5", ["rate must be finite and at least 0, got -0.5"]), ("--steps=-2", ["steps must be finite and at least -1"]), ("--flag=false", ["flag", "True or False"]), ("--flag=1", ["flag", "True or False"]), ("--steps", ["--steps", "--name=value"]),
-    ("-steps=1", ["-steps=1", "--name=value"]), ("steps=5", ["steps=5", "--name=value"]), ("–-steps=5", ["–-steps=5"]),
-    ("nosuch.py", ["nosuch.py", "no such config file"]), ("--=1", ["no setting"]), ("--_own=2", ["_own"]),
-])
+@pytest.mark.parametrize(
+    "arg, words",
+    [
+        ("--stepz=1", ["stepz", "did you mean 'steps'"]),
+        ("--steps=1.5", ["steps", "a whole number", "1.5"]),
+        ("--steps=None", ["steps", "None"]),
+        ("--rate=fast", ["rate", "a number"]),
+        ("--rate=nan", ["rate", "finite"]),
+        ("--rate=-0.5", ["rate must be finite and at least 0, got -0.5"]),
+        ("--steps=-2", ["steps must be finite and at least -1"]),
+        ("--flag=false", ["flag", "True or False"]),
+        ("--flag=1", ["flag", "True or False"]),
+        ("--steps", ["--steps", "--name=value"]),
+        ("-steps=1", ["-steps=1", "--name=value"]),
+        ("steps=5", ["steps=5", "--name=value"]),
+        ("–-steps=5", ["–-steps=5"]),
+        ("nosuch.py", ["nosuch.py", "no such config file"]),
+        ("--=1", ["no setting"]),
+        ("--_own=2", ["_own"]),
+    ],
+)
 def test_a_wrong_flag_stops_with_one_line(configure, arg, words):
     with pytest.raises(SystemExit) as e:
         configure(arg)
     assert all(word in str(e.value) for word in words) and "\n" not in str(e.value)
 
 
-@pytest.mark.parametrize("text, words", [
-    ("stepz = 1", ["stepz", "'steps'"]), ("steps = 1.0", ["steps", "1.0"]), ("steps = True", ["steps", "True"]),
-    ("flag = 1", ["flag"]), ("name = None", ["name", "None"]), ("rate = [1]", ["rate"]), ("steps = ", ["a.py", "SyntaxError"]),
-    ("steps = 1 / 0", ["ZeroDivisionError"]), ("mode = 3", ["mode"]),
-])
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("stepz = 1", ["stepz", "'steps'"]),
+        ("steps = 1.0", ["steps", "1.0"]),
+        ("steps = True", ["steps", "True"]),
+        ("flag = 1", ["flag"]),
+        ("name = None", ["name", "None"]),
+        ("rate = [1]", ["rate"]),
+        ("steps = ", ["a.py", "SyntaxError"]),
+        ("steps = 1 / 0", ["ZeroDivisionError"]),
+        ("mode = 3", ["mode"]),
+    ],
+)
 def test_a_wrong_file_stops_with_one_line(configure, text, words):
     with pytest.raises(SystemExit) as e:
         configure("a.py", a=text)
@@ -87,15 +111,25 @@ def test_help_lists_settings_defaults_and_comments(configure, capsys):
     with pytest.raises(SystemExit) as e:
         configure("--help")
     out = capsys.readouterr().out
-    assert e.value.code == 0 and "--steps=10" in out and "how many" in out and "--flag=False" in out and "--sys" not in out
+    assert (
+        e.value.code == 0 and "--steps=10" in out and "how many" in out and "--flag=False" in out and "--sys" not in out
+    )
 
 
-@pytest.mark.parametrize("args, code, words", [
-    (["max_iters=5"], 1, "max_iters=5"), (["--max_iters", "5"], 1, "--name=value"), (["--learning_rat=1e-3"], 1, "learning_rate"),
-    (["--help"], 0, "--stem_every="), (["config/nosuch.py"], 1, "stem_small"),
-])
+@pytest.mark.parametrize(
+    "args, code, words",
+    [
+        (["max_iters=5"], 1, "max_iters=5"),
+        (["--max_iters", "5"], 1, "--name=value"),
+        (["--learning_rat=1e-3"], 1, "learning_rate"),
+        (["--help"], 0, "--stem_every="),
+        (["config/nosuch.py"], 1, "stem_small"),
+    ],
+)
 def test_the_real_script_says_it_in_one_line_also_without_asserts(tmp_path, args, code, words):
-    done = subprocess.run([sys.executable, "-O", ROOT / "train.py", *args], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-O", ROOT / "train.py", *args], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == code and words in done.stdout + done.stderr and "Traceback" not in done.stderr
     assert code == 0 or len(done.stderr.strip().splitlines()) == 1
     assert not list(tmp_path.iterdir())
@@ -103,8 +137,13 @@ def test_the_real_script_says_it_in_one_line_also_without_asserts(tmp_path, args
 
 def test_only_our_own_value_errors_become_one_line(tmp_path):
     """A bug that surfaces as a ValueError inside a library keeps its traceback."""
-    for line, has_traceback in (("from data.tokenizer import Tokenizer; Tokenizer({})", False), ("import json; json.loads('{')", True)):
-        code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); sys.argv = ['x']; import configurator; " \
-               f"configurator.configure({{'__file__': 'x'}}); {line}"
+    for line, has_traceback in (
+        ("from data.tokenizer import Tokenizer; Tokenizer({})", False),
+        ("import json; json.loads('{')", True),
+    ):
+        code = (
+            f"import sys; sys.path.insert(0, {str(ROOT)!r}); sys.argv = ['x']; import configurator; "
+            f"configurator.configure({{'__file__': 'x'}}); {line}"
+        )
         done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
         assert done.returncode == 1 and ("Traceback" in done.stderr) == has_traceback

@@ -23,10 +23,13 @@ def char_dataset(folder, text="abcdefgh" * 10):
 # Tokenizers.
 
 
-@pytest.mark.parametrize("meta, text", [
-    ({"tokenizer": "word", "vocab": [END, "New", "Zealand", "."]}, f"{END} New Zealand ."),
-    ({"tokenizer": "char", "vocab": sorted("naïve — “x” 日本 😀\n")}, "naïve — “x”\n日本 😀"),
-])
+@pytest.mark.parametrize(
+    "meta, text",
+    [
+        ({"tokenizer": "word", "vocab": [END, "New", "Zealand", "."]}, f"{END} New Zealand ."),
+        ({"tokenizer": "char", "vocab": sorted("naïve — “x” 日本 😀\n")}, "naïve — “x”\n日本 😀"),
+    ],
+)
 def test_text_survives_the_round_trip(meta, text):
     tokenizer = Tokenizer(json.loads(json.dumps(meta)))
     assert tokenizer.decode(tokenizer.encode(text)) == text and tokenizer.encode("") == []
@@ -66,7 +69,9 @@ def test_every_window_is_drawn_and_none_overruns(tmp_path):
 
 
 def test_a_batch_is_a_function_of_seed_split_and_step(tmp_path):
-    draw = lambda seed, split, step: Dataset(char_dataset(tmp_path, "abcdefgh" * 50), 8, seed).get_batch(split, step, 16)[0].tolist()
+    def draw(seed, split, step):
+        return Dataset(char_dataset(tmp_path, "abcdefgh" * 50), 8, seed).get_batch(split, step, 16)[0].tolist()
+
     assert draw(1, "train", 5) == draw(1, "train", 5)
     assert len({str(draw(*k)) for k in ((1, "train", 5), (2, "train", 5), (1, "val", 5), (1, "train", 6))}) == 4
 
@@ -80,17 +85,23 @@ def break_meta(folder, **change):
     (folder / "meta.json").write_text(json.dumps(meta | change))
 
 
-@pytest.mark.parametrize("damage, words", [
-    (lambda f: (f / "meta.json").unlink(), "there is no dataset .* data/ has facts, shakespeare_char"),
-    (lambda f: (f / "meta.json").write_text("{"), "meta.json is damaged"),
-    (lambda f: (f / "meta.json").write_text("[]"), "meta.json is damaged"),
-    (lambda f: (f / "meta.json").write_text("{}"), "meta.json is damaged"),
-    (lambda f: (f / "train.bin").write_bytes((f / "train.bin").read_bytes()[:-1]), "train.bin has 159 bytes, meta.json says 80"),
-    (lambda f: (f / "val.bin").unlink(), "val.bin has 0 bytes"),
-    (lambda f: np.full(80, 8, np.uint16).tofile(f / "train.bin"), "holds token id 8, meta.json says vocab_size 8"),
-    (lambda f: break_meta(f, vocab=["a"]), "a tokenizer of 1"),
-    (lambda f: break_meta(f, tokenizer="bpe"), "tokenizer must be"),
-])
+@pytest.mark.parametrize(
+    "damage, words",
+    [
+        (lambda f: (f / "meta.json").unlink(), "there is no dataset .* data/ has facts, shakespeare_char"),
+        (lambda f: (f / "meta.json").write_text("{"), "meta.json is damaged"),
+        (lambda f: (f / "meta.json").write_text("[]"), "meta.json is damaged"),
+        (lambda f: (f / "meta.json").write_text("{}"), "meta.json is damaged"),
+        (
+            lambda f: (f / "train.bin").write_bytes((f / "train.bin").read_bytes()[:-1]),
+            "train.bin has 159 bytes, meta.json says 80",
+        ),
+        (lambda f: (f / "val.bin").unlink(), "val.bin has 0 bytes"),
+        (lambda f: np.full(80, 8, np.uint16).tofile(f / "train.bin"), "holds token id 8, meta.json has vocab_size 8"),
+        (lambda f: break_meta(f, vocab=["a"]), "a tokenizer of 1"),
+        (lambda f: break_meta(f, tokenizer="bpe"), "tokenizer must be"),
+    ],
+)
 def test_a_damaged_folder_is_refused(tmp_path, damage, words):
     damage(char_dataset(tmp_path))
     with pytest.raises(ValueError, match=words):
@@ -134,7 +145,7 @@ def test_facts_are_the_same_bytes_each_time(script, facts, tmp_path):
 
 
 def test_every_fact_is_stated_and_its_held_out_wording_never(facts):
-    """Trained wordings of all questions together occur at least as often as facts times repeats; unseen ones not at all."""
+    """Sentences of trained wordings are there, those of the held-out ones are not."""
     questions = json.loads((facts / "questions.json").read_text())
     text = " ".join(documents(facts, "train") + documents(facts, "val"))
     stated = {(q["entity"], q["attribute"]): 0 for q in questions}
@@ -167,7 +178,10 @@ def test_spain_is_asked(facts):
 
 def test_skew_makes_some_entities_frequent(script, tmp_path):
     script("data/facts/prepare.py", "--towns=3", "--repeats=1", "--skew=1.0", f"--folder={tmp_path}")
-    counts = sorted(sum(f" {name} " in d for d in documents(tmp_path, "train")) for name in ("Spain", "Chad", "Peru", "Mali", "Cuba"))
+    counts = sorted(
+        sum(f" {name} " in d for d in documents(tmp_path, "train"))
+        for name in ("Spain", "Chad", "Peru", "Mali", "Cuba")
+    )
     assert counts[0] >= 1 and len(documents(tmp_path, "train")) > 3 * 2 * 142
 
 
@@ -181,13 +195,22 @@ def test_facts_that_cannot_be_made_are_refused(script, tmp_path, flag):
 def test_recall_counts_whole_answers(facts):
     """A model that always says what an oracle knows recalls everything; one that errs in a last word does not."""
     tokenizer = Dataset(facts, 8).tokenizer
-    questions = [{"prompt": f"The capital of {e} is", "answer": a, "template_seen": s} for e, a, s in
-                 (("Spain", "Madrid", True), ("Argentina", "Buenos Aires", True), ("Peru", "Lima", False), ("Cuba", "Havana", False))]
+    questions = [
+        {"prompt": f"The capital of {e} is", "answer": a, "template_seen": s}
+        for e, a, s in (
+            ("Spain", "Madrid", True),
+            ("Argentina", "Buenos Aires", True),
+            ("Peru", "Lima", False),
+            ("Cuba", "Havana", False),
+        )
+    ]
 
     class Oracle:
         def __init__(self, **wrong):
-            self.answers = {tuple(tokenizer.encode(q["prompt"])): tokenizer.encode(wrong.get(q["answer"].split()[0], q["answer"]))
-                            for q in questions}
+            self.answers = {
+                tuple(tokenizer.encode(q["prompt"])): tokenizer.encode(wrong.get(q["answer"].split()[0], q["answer"]))
+                for q in questions
+            }
 
         def generate(self, tables, ids, n, temperature):
             assert temperature == 0
@@ -213,11 +236,15 @@ def test_any_text_becomes_characters(script, tmp_path):
     (tmp_path / "my text.txt").write_text(text, encoding="utf-8")
     script("data/shakespeare_char/prepare.py", f"--input={tmp_path / 'my text.txt'}", f"--folder={tmp_path / 'd'}")
     meta = json.loads((tmp_path / "d" / "meta.json").read_text())
-    ids = [i for split in ("train", "val") for i in np.fromfile(tmp_path / "d" / f"{split}.bin", meta["dtype"]).tolist()]
+    ids = [
+        i for split in ("train", "val") for i in np.fromfile(tmp_path / "d" / f"{split}.bin", meta["dtype"]).tolist()
+    ]
     assert Tokenizer(meta).decode(ids) == text and meta["val_tokens"] == len(text) // 10
 
 
-@pytest.mark.parametrize("content, words", [(None, "there is no text"), (b"abc", "too few"), (b"\xff\xfe\x00" * 9, "not UTF-8")])
+@pytest.mark.parametrize(
+    "content, words", [(None, "there is no text"), (b"abc", "too few"), (b"\xff\xfe\x00" * 9, "not UTF-8")]
+)
 def test_text_that_is_none_is_refused(script, tmp_path, content, words):
     if content:
         (tmp_path / "t.txt").write_bytes(content)

@@ -23,11 +23,18 @@ def logits_of(model, tables, ids, cache=None):
 # Shape and accounting.
 
 
-@pytest.mark.parametrize("wrong, word", [
-    (dict(n_embd=18), "n_embd 18"), (dict(n_kv_head=3), "n_kv_head 3"), (dict(n_layer=0), "n_layer"),
-    (dict(dropout=1.0), "dropout"), (dict(stem_variant="down"), "up, gate, add"),
-    (dict(stem_every=4), "no STEM layer"), (dict(stem_every=-1), "stem_every"),
-])
+@pytest.mark.parametrize(
+    "wrong, word",
+    [
+        (dict(n_embd=18), "n_embd 18"),
+        (dict(n_kv_head=3), "n_kv_head 3"),
+        (dict(n_layer=0), "n_layer"),
+        (dict(dropout=1.0), "dropout"),
+        (dict(stem_variant="down"), "up, gate, add"),
+        (dict(stem_every=4), "no STEM layer"),
+        (dict(stem_every=-1), "stem_every"),
+    ],
+)
 def test_a_shape_that_cannot_be_built_is_refused(wrong, word):
     """Above all a STEM model that would silently be a dense one."""
     with pytest.raises(ValueError, match=word):
@@ -65,7 +72,9 @@ def test_flops_saved_in_a_layer_are_the_papers_share():
     assert (dense - stem) / layer == pytest.approx(M / (4 * d + 2 * L + 3 * M))
 
 
-@pytest.mark.parametrize("shape", [{}, dict(tie_head=True), dict(n_kv_head=2), dict(stem_every=0), dict(stem_variant="add")])
+@pytest.mark.parametrize(
+    "shape", [{}, dict(tie_head=True), dict(n_kv_head=2), dict(stem_every=0), dict(stem_variant="add")]
+)
 def test_parameters_by_role_cover_everything(shape):
     """The total is asserted inside; tied weights count once, and the tables by hand."""
     model = GPT(tiny_config(**shape))
@@ -99,7 +108,9 @@ def test_loss_at_init_is_near_ln_v(stem_every):
     assert abs(model(ids, tables.fetch(plan), plan.inv, targets).item() - math.log(500)) < 0.1
 
 
-@pytest.mark.parametrize("shape", [{}, dict(n_kv_head=2), dict(stem_variant="gate"), dict(stem_variant="add"), dict(stem_every=0)])
+@pytest.mark.parametrize(
+    "shape", [{}, dict(n_kv_head=2), dict(stem_variant="gate"), dict(stem_variant="add"), dict(stem_every=0)]
+)
 def test_causal(shape):
     """A later token changes nothing before it, and changes what is behind it."""
     model, tables = tiny_model(torch.float64, **shape)
@@ -122,7 +133,7 @@ def test_every_stem_layer_reads_its_own_table():
 
 
 def test_micro_batches_sum_to_one_batch():
-    """The mean over a batch is the mean over equal parts: gradients agree to float64 rounding, the last part's rows included."""
+    """A batch's mean is the mean over equal parts: gradients agree to float64 rounding, the last part's rows too."""
     model, tables = tiny_model(torch.float64)
     tables.weight = tables.weight.double()
     ids, targets = torch.randint(50, (2, 8, 16))
@@ -161,7 +172,9 @@ def test_wte_dropout_hides_the_embedding_but_not_the_row(monkeypatch):
     model, tables = tiny_model(wte_dropout=0.5)
     a, b = torch.randint(50, (2, 1, 16))
     b[:, :-1] = a[:, :-1]
-    monkeypatch.setattr(torch, "rand", lambda shape, device: torch.arange(16).flip(0).expand(shape) / 2)  # 0 at the last
+    monkeypatch.setattr(
+        torch, "rand", lambda shape, device: torch.arange(16).flip(0).expand(shape) / 2
+    )  # 0 at the last
     model.train()
     assert not torch.allclose(logits_of(model, tables, a), logits_of(model, tables, b))
     tables.weight[b[0, -1]] = tables.weight[a[0, -1]]
@@ -257,4 +270,6 @@ def test_a_stopped_sequence_stays_stopped_and_the_others_go_on():
         hits = (free[:, b] == stop).nonzero().flatten().tolist()
         end = hits[0] if hits else 12
         assert torch.equal(stopped[:end, b], free[:end, b]) and (stopped[end:, b] == stop).all()
-    assert len(list(model.generate(tables, ids[1:2], 12, temperature=0, stop_id=stop))) == 3  # then nothing is left to do
+    assert (
+        len(list(model.generate(tables, ids[1:2], 12, temperature=0, stop_id=stop))) == 3
+    )  # then nothing is left to do

@@ -19,8 +19,10 @@ def sample(script, tmp_path):
 
 def write(folder, model, tables, meta):
     folder.mkdir(exist_ok=True)
-    checkpoint.save(folder / "best.pt", {"model_config": vars(model.config), "meta": meta, "model": model.state_dict(),
-                                         "tables": tables.state_dict()})
+    checkpoint.save(
+        folder / "best.pt",
+        {"model_config": vars(model.config), "meta": meta, "model": model.state_dict(), "tables": tables.state_dict()},
+    )
 
 
 def text_of(out):
@@ -45,7 +47,7 @@ def test_the_seed_decides_and_dropout_is_off(sample):
 def test_several_samples_differ_and_stop_at_the_documents_end(sample):
     lines = text_of(sample("--start=a", "--num_samples=5", "--temperature=2.0", "--max_new_tokens=200")).splitlines()
     assert len(set(lines)) == 5 and any(line.endswith(WORDS[0]) for line in lines)
-    assert all(WORDS[0] not in line[:-len(WORDS[0])] for line in lines)
+    assert all(WORDS[0] not in line[: -len(WORDS[0])] for line in lines)
 
 
 def test_an_empty_prompt_starts_a_document(sample):
@@ -62,11 +64,18 @@ def test_a_prompt_longer_than_the_context_is_cropped_and_said_so(script, sample)
     assert len(out.split()) == 43 and "the prompt has 40 tokens, the model reads the last 16" in script.err
 
 
-@pytest.mark.parametrize("args, words", [
-    (["--start=a Spain"], "the word 'Spain' is not among the 50"), (["--out_dir=nosuch"], "there is no checkpoint"),
-    (["--start=FILE:nosuch.txt"], "cannot read the prompt"), (["--top_k=-1"], "top_k must be finite and at least 0"),
-    (["--device=tpu"], "device tpu is not available"), (["--dtype=int8"], "dtype must be auto"), (["--temperature=-1.0"], "temperature"),
-])
+@pytest.mark.parametrize(
+    "args, words",
+    [
+        (["--start=a Spain"], "the word 'Spain' is not among the 50"),
+        (["--out_dir=nosuch"], "there is no checkpoint"),
+        (["--start=FILE:nosuch.txt"], "cannot read the prompt"),
+        (["--top_k=-1"], "top_k must be finite and at least 0"),
+        (["--device=tpu"], "device tpu is not available"),
+        (["--dtype=int8"], "dtype must be auto"),
+        (["--temperature=-1.0"], "temperature"),
+    ],
+)
 def test_bad_input_gets_one_line(sample, args, words):
     with pytest.raises((SystemExit, ValueError), match=words) as e:
         sample(*args)
@@ -89,6 +98,7 @@ def test_ids_beyond_the_tokenizer_are_not_drawn(script, tmp_path):
 def test_an_unknown_character_of_the_console_costs_no_crash(script, tmp_path, monkeypatch):
     import io
     import sys
+
     letters = [chr(0x65E5 + i) for i in range(50)]
     write(tmp_path / "han", *tiny_model(), {"tokenizer": "char", "vocab": letters})
     console = io.TextIOWrapper(io.BytesIO(), encoding="cp1252")

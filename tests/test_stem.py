@@ -40,10 +40,13 @@ def test_variants_are_their_formulas():
     h, u, ids = torch.randn(2, 5, 8).double(), torch.randn(2, 5, 12).double(), torch.zeros(2, 5, dtype=torch.int64)
     for kind in (StemFFN, StemGate, StemAdd):
         ffn = kind(8, 12).double()
-        weights = {k.split(".")[0]: v for k, v in ffn.state_dict().items()}
-        gate = u if kind is StemGate else h @ weights["w_gate"].T
-        up = {StemFFN: lambda: u, StemGate: lambda: h @ weights["w_up"].T, StemAdd: lambda: h @ weights["w_up"].T + u}[kind]()
-        expected = (gate * gate.sigmoid() * up) @ weights["w_down"].T
+        if kind is StemFFN:
+            gate, up = h @ ffn.w_gate.weight.T, u
+        elif kind is StemGate:
+            gate, up = u, h @ ffn.w_up.weight.T
+        else:
+            gate, up = h @ ffn.w_gate.weight.T, h @ ffn.w_up.weight.T + u
+        expected = (gate * gate.sigmoid() * up) @ ffn.w_down.weight.T
         torch.testing.assert_close(ffn(h, u, ids), expected, rtol=1e-12, atol=1e-14)
 
 
@@ -91,7 +94,7 @@ def test_rows_at_their_own_count_equal_a_loop_over_rows():
 
 
 def test_duplicates_sum_before_the_update():
-    """Adam is not linear: its step for a token met three times is that of the summed gradient, as nn.Embedding has it."""
+    """Adam is not linear: its step for a token met three times is that of the summed gradient, as in nn.Embedding."""
     torch.manual_seed(0)
     ids = torch.tensor([[5, 5, 7], [5, 7, 7]])
     tables = StemTables(10, 1, 6, std=1.0)

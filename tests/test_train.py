@@ -54,7 +54,9 @@ def test_a_run_leaves_checkpoints_a_log_and_a_summary(train):
     rows = log()
     assert [int(r["step"]) for r in rows] == [1, 2, 3, 4]
     assert [bool(r["val_loss"]) for r in rows] == [False, True, False, True]
-    assert all(math.isfinite(float(r[name])) for r in rows for name in ("loss", "lr", "norm", "ms", "tokens_per_second"))
+    assert all(
+        math.isfinite(float(r[name])) for r in rows for name in ("loss", "lr", "norm", "ms", "tokens_per_second")
+    )
     s = summary()
     assert s["val_loss"] == float(rows[-1]["val_loss"]) and 0 <= s["recall"] <= 1 and 0 <= s["recall_unseen"] <= 1
     vocab = json.loads(Path(s["settings"]["dataset"], "meta.json").read_text())["vocab"]
@@ -68,7 +70,10 @@ def test_a_run_leaves_checkpoints_a_log_and_a_summary(train):
 
 def test_stem_small_and_dense_small_differ_in_stem_and_folder_only():
     stem, dense = (runpy.run_path(str(ROOT / f"config/{name}_small.py")) for name in ("stem", "dense"))
-    assert {k for k in stem.keys() | dense.keys() if k[0] != "_" and stem.get(k) != dense.get(k)} == {"out_dir", "stem_every"}
+    assert {k for k in stem.keys() | dense.keys() if k[0] != "_" and stem.get(k) != dense.get(k)} == {
+        "out_dir",
+        "stem_every",
+    }
     assert dense["stem_every"] == 0 < stem["stem_every"] and stem["out_dir"] == "out/stem_small"
 
 
@@ -77,7 +82,11 @@ def test_data_without_questions_has_no_recall(script, train, tmp_path):
     script("data/shakespeare_char/prepare.py", "--input=t.txt", f"--folder={tmp_path / 'chars'}")
     out = train(f"--dataset={tmp_path / 'chars'}")
     assert summary()["recall"] is None and "recalls" not in out
-    assert script("sample.py", "--device=cpu", "--out_dir=out", "--start=to be", "--max_new_tokens=5").split("\n", 1)[1].startswith("to be")
+    assert (
+        script("sample.py", "--device=cpu", "--out_dir=out", "--start=to be", "--max_new_tokens=5")
+        .split("\n", 1)[1]
+        .startswith("to be")
+    )
 
 
 def test_the_dense_twin_runs_through_the_same_loop(train):
@@ -85,10 +94,25 @@ def test_the_dense_twin_runs_through_the_same_loop(train):
     assert summary()["parameters"]["tables"] == 0 and checkpoint.load("out")["tables"]["weight"].numel() == 0
 
 
-@pytest.mark.parametrize("flags", [["--stem_variant=gate"], ["--stem_variant=add"], ["--stem_first=0"], ["--n_kv_head=1"],
-                                   ["--tie_head=True"], ["--dtype=bfloat16"], ["--vocab_size=1200"], ["--decay_lr=False"],
-                                   ["--grad_clip=0.0"], ["--rope_base=500.0"], ["--d_ff=40"], ["--weight_decay=0.0"],
-                                   ["--eval_interval=0", "--log_interval=0"], ["--beta1=0.8", "--beta2=0.99"]])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--stem_variant=gate"],
+        ["--stem_variant=add"],
+        ["--stem_first=0"],
+        ["--n_kv_head=1"],
+        ["--tie_head=True"],
+        ["--dtype=bfloat16"],
+        ["--vocab_size=1200"],
+        ["--decay_lr=False"],
+        ["--grad_clip=0.0"],
+        ["--rope_base=500.0"],
+        ["--d_ff=40"],
+        ["--weight_decay=0.0"],
+        ["--eval_interval=0", "--log_interval=0"],
+        ["--beta1=0.8", "--beta2=0.99"],
+    ],
+)
 def test_every_setting_trains(train, flags):
     train(*flags)
     settings = summary()["settings"]
@@ -107,7 +131,14 @@ def test_log_lines_and_evaluations_come_when_set(train):
 
 
 def test_the_learning_rate_warms_up_and_decays(train):
-    train("--max_iters=8", "--warmup_iters=3", "--learning_rate=0.4", "--min_lr=0.1", "--lr_decay_iters=7", "--eval_interval=0")
+    train(
+        "--max_iters=8",
+        "--warmup_iters=3",
+        "--learning_rate=0.4",
+        "--min_lr=0.1",
+        "--lr_decay_iters=7",
+        "--eval_interval=0",
+    )
     lr = [float(r["lr"]) for r in log()]
     assert lr[:3] == pytest.approx([0.1, 0.2, 0.3]) and lr[3] == 0.4 and lr[7] == pytest.approx(0.1)
     assert lr[5] == pytest.approx(0.25) and lr[3:] == sorted(lr[3:], reverse=True)
@@ -126,7 +157,11 @@ def test_table_rows_learn_at_their_own_scale(train):
 def test_only_rows_of_drawn_tokens_ever_change(train, facts):
     train()
     c = checkpoint.load("out/ckpt.pt")
-    drawn = {i for step in range(4) for i in data.loader.Dataset(facts, 16, 1).get_batch("train", step, 2)[0].flatten().tolist()}
+    drawn = {
+        i
+        for step in range(4)
+        for i in data.loader.Dataset(facts, 16, 1).get_batch("train", step, 2)[0].flatten().tolist()
+    }
     assert set(c["tables"]["count"].nonzero().flatten().tolist()) == drawn
     start = StemTables(*c["tables"]["weight"].shape, std=0.02 * math.sqrt(16), seed=1)
     changed = (c["tables"]["weight"] != start.weight).flatten(1).any(dim=1).nonzero().flatten().tolist()
@@ -138,18 +173,26 @@ def test_micro_batches_train_like_one_batch(train):
     train("--batch_size=4", "--out_dir=one", "--grad_clip=0.5")
     train("--batch_size=1", "--gradient_accumulation_steps=4", "--out_dir=four", "--grad_clip=0.5")
     for a, b in zip(log("one"), log("four")):
-        assert float(a["loss"]) == pytest.approx(float(b["loss"]), rel=1e-5) and float(a["norm"]) == pytest.approx(float(b["norm"]), rel=1e-4)
+        assert float(a["loss"]) == pytest.approx(float(b["loss"]), rel=1e-5) and float(a["norm"]) == pytest.approx(
+            float(b["norm"]), rel=1e-4
+        )
         assert float(a["norm"]) > 0.5
     one, four = (checkpoint.load(f"{name}/ckpt.pt")["tables"] for name in ("one", "four"))
     assert torch.equal(one["count"], four["count"])
-    torch.testing.assert_close(one["weight"], four["weight"], rtol=0, atol=2e-3)  # Adam turns tiny gradients into whole steps
+    torch.testing.assert_close(
+        one["weight"], four["weight"], rtol=0, atol=2e-3
+    )  # Adam turns tiny gradients into whole steps
 
 
 def test_the_norm_that_clips_is_joint(train, monkeypatch):
     """It equals the norm over dense and row gradients of the same batch, computed apart."""
     seen = []
     update = StemTables.update
-    monkeypatch.setattr(StemTables, "update", lambda self, plan, rows, lr: (seen.append(rows.grad.norm().item()), update(self, plan, rows, lr)))
+    monkeypatch.setattr(
+        StemTables,
+        "update",
+        lambda self, plan, rows, lr: (seen.append(rows.grad.norm().item()), update(self, plan, rows, lr)),
+    )
     total = torch.nn.utils.get_total_norm
     dense = []
     monkeypatch.setattr(torch.nn.utils, "get_total_norm", lambda g: (dense.append(total(g)), dense[-1])[1])
@@ -167,13 +210,22 @@ def test_the_norm_that_clips_is_joint(train, monkeypatch):
 
 def test_interrupted_and_resumed_equals_uninterrupted_bitwise(train, script):
     """A step is a function of (seed, step) and the state, dropout included; so is everything after a resume."""
-    flags = ("--dropout=0.3", "--wte_dropout=0.2", "--gradient_accumulation_steps=2", "--max_iters=6", "--lr_decay_iters=6")
+    flags = (
+        "--dropout=0.3",
+        "--wte_dropout=0.2",
+        "--gradient_accumulation_steps=2",
+        "--max_iters=6",
+        "--lr_decay_iters=6",
+    )
     train(*flags, "--out_dir=whole")
     train(*flags, "--out_dir=parts", "--max_iters=3", "--eval_interval=3")
-    script("train.py", "--init_from=resume", "--out_dir=parts", "--max_iters=6", "--eval_interval=2")  # all else is in the file
+    script(
+        "train.py", "--init_from=resume", "--out_dir=parts", "--max_iters=6", "--eval_interval=2"
+    )  # all else is in the file
     whole, parts = checkpoint.load("whole/ckpt.pt"), checkpoint.load("parts/ckpt.pt")
-    assert [(r["step"], r["loss"], r["lr"], r["norm"]) for r in log("whole")] == \
-        [(r["step"], r["loss"], r["lr"], r["norm"]) for r in log("parts")]
+    assert [(r["step"], r["loss"], r["lr"], r["norm"]) for r in log("whole")] == [
+        (r["step"], r["loss"], r["lr"], r["norm"]) for r in log("parts")
+    ]
     for key in ("model", "tables", "optimizer", "step"):
         assert equal(whole[key], parts[key]), key
 
@@ -181,22 +233,42 @@ def test_interrupted_and_resumed_equals_uninterrupted_bitwise(train, script):
 def test_a_changed_setting_takes_effect_on_resume_for_rows_and_weights(train, script, monkeypatch):
     rates = []
     update = StemTables.update
-    monkeypatch.setattr(StemTables, "update", lambda self, plan, rows, lr: (rates.append(lr), update(self, plan, rows, lr)))
-    train("--max_iters=2", "--decay_lr=False", "--warmup_iters=0")
+    monkeypatch.setattr(
+        StemTables, "update", lambda self, plan, rows, lr: (rates.append(lr), update(self, plan, rows, lr))
+    )
+    train("--max_iters=2", "--decay_lr=False", "--warmup_iters=0", "--learning_rate=6e-3", "--stem_lr_scale=1.5")
     script("train.py", "--init_from=resume", "--max_iters=4", "--learning_rate=0.5")
-    assert [float(r["lr"]) for r in log()] == [6e-3, 6e-3, 0.5, 0.5] and rates == pytest.approx([9e-3, 9e-3, 0.75, 0.75])
+    assert [float(r["lr"]) for r in log()] == [6e-3, 6e-3, 0.5, 0.5] and rates == pytest.approx(
+        [9e-3, 9e-3, 0.75, 0.75]
+    )
 
 
 def test_resuming_a_finished_run_only_evaluates(train, script):
     train()
-    before, after = checkpoint.load("out/ckpt.pt"), script("train.py", "--init_from=resume") and checkpoint.load("out/ckpt.pt")
-    assert equal({k: before[k] for k in TRAINED}, {k: after[k] for k in TRAINED}) and len(log()) == 4 and summary()["steps"] == 4
+    before, after = (
+        checkpoint.load("out/ckpt.pt"),
+        script("train.py", "--init_from=resume") and checkpoint.load("out/ckpt.pt"),
+    )
+    assert (
+        equal({k: before[k] for k in TRAINED}, {k: after[k] for k in TRAINED})
+        and len(log()) == 4
+        and summary()["steps"] == 4
+    )
 
 
 def test_starting_from_weights_takes_shape_weights_and_tables_but_no_state(train, script, facts):
     train("--n_embd=24", "--stem_first=0", "--out_dir=a", "--learning_rate=0.01")
-    script("train.py", "--init_from=a/best.pt", "--out_dir=b", "--max_iters=0", f"--dataset={facts}", "--eval_iters=2", "--device=cpu",
-           "--block_size=8", "--learning_rate=0.5")
+    script(
+        "train.py",
+        "--init_from=a/best.pt",
+        "--out_dir=b",
+        "--max_iters=0",
+        f"--dataset={facts}",
+        "--eval_iters=2",
+        "--device=cpu",
+        "--block_size=8",
+        "--learning_rate=0.5",
+    )
     a, b = checkpoint.load("a/best.pt"), checkpoint.load("b/ckpt.pt")
     assert equal(a["model"], b["model"]) and equal(a["tables"], b["tables"])
     assert b["step"] == 0 and not b["optimizer"]["state"] and b["settings"]["learning_rate"] == 0.5
@@ -274,7 +346,11 @@ def test_nan_stops_the_run_at_once_and_spoils_no_checkpoint(train, monkeypatch, 
     with pytest.raises(SystemExit, match="step 4: the gradient norm is nan; out keeps what was saved"):
         train("--max_iters=10")
     c = checkpoint.load("out/ckpt.pt")
-    assert c["step"] == 2 and all(v.isfinite().all() for v in c["model"].values()) and c["tables"]["weight"].isfinite().all()
+    assert (
+        c["step"] == 2
+        and all(v.isfinite().all() for v in c["model"].values())
+        and c["tables"]["weight"].isfinite().all()
+    )
 
 
 @pytest.mark.parametrize("where", ["dense", "row"])
@@ -293,12 +369,18 @@ def test_an_overflow_in_float16_skips_both_updates_and_halves_the_scale_once(tra
         return reduce(self, plan, rows)
 
     total = torch.nn.utils.get_total_norm
-    monkeypatch.setattr(torch.nn.utils, "get_total_norm", lambda g: total(g) + (math.inf if where == "dense" and len(states) == 1 else 0))
+    monkeypatch.setattr(
+        torch.nn.utils,
+        "get_total_norm",
+        lambda g: total(g) + (math.inf if where == "dense" and len(states) == 1 else 0),
+    )
     init = GPT.__init__
     monkeypatch.setattr(GPT, "__init__", lambda self, *a: (init(self, *a), setattr(GPT, "last", self))[0])
     monkeypatch.setattr(StemTables, "reduce", overflow)
     update = torch.amp.GradScaler.update
-    monkeypatch.setattr(torch.amp.GradScaler, "update", lambda self, *a: (update(self, *a), scales.append(self.get_scale()))[0])
+    monkeypatch.setattr(
+        torch.amp.GradScaler, "update", lambda self, *a: (update(self, *a), scales.append(self.get_scale()))[0]
+    )
     train("--dtype=float16")
     assert scales == [65536.0, 32768.0, 32768.0, 32768.0]
     assert equal(states[1], states[2]) and not equal(states[0], states[1]) and not equal(states[2], states[3])
@@ -319,10 +401,26 @@ def test_float16_clips_what_float32_clips(train):
 
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_saves_a_whole_step_and_can_be_resumed(facts, tmp_path, stop, script):
-    args = ["--device=cpu", f"--dataset={facts}", "--max_iters=100000", "--batch_size=2", "--block_size=16", "--n_layer=2", "--eval_interval=0",
-            "--log_interval=5", "--eval_iters=2", "--stem_every=1"]
-    run = subprocess.Popen([sys.executable, ROOT / "train.py", *args], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                           text=True, env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"})
+    args = [
+        "--device=cpu",
+        f"--dataset={facts}",
+        "--max_iters=100000",
+        "--batch_size=2",
+        "--block_size=16",
+        "--n_layer=2",
+        "--eval_interval=0",
+        "--log_interval=5",
+        "--eval_iters=2",
+        "--stem_every=1",
+    ]
+    run = subprocess.Popen(
+        [sys.executable, ROOT / "train.py", *args],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+    )
     for line in run.stdout:
         if line.startswith("step"):
             break
@@ -342,8 +440,19 @@ def test_an_interrupt_saves_a_whole_step_and_can_be_resumed(facts, tmp_path, sto
 
 def test_dry_run_accounts_for_a_model_too_large_to_build(script):
     """The paper's 1B shape, in no time and memory, touching no data and writing nothing."""
-    out = script("train.py", "--dry_run=True", "--vocab_size=128256", "--n_layer=16", "--n_embd=2048", "--n_head=32", "--n_kv_head=8",
-                 "--d_ff=8192", "--stem_every=3", "--dataset=nosuch", "--block_size=2048")
+    out = script(
+        "train.py",
+        "--dry_run=True",
+        "--vocab_size=128256",
+        "--n_layer=16",
+        "--n_embd=2048",
+        "--n_head=32",
+        "--n_kv_head=8",
+        "--d_ff=8192",
+        "--stem_every=3",
+        "--dataset=nosuch",
+        "--block_size=2048",
+    )
     assert "STEM: 2, 5, 8, 11, 14" in out and "active 1,414,596,608" in out and "2.829 GFLOPs" in out and "2.997" in out
     assert "stored 6,667,962,368" in out and "6,751,848,448" in out and "tables, Adam 60,120.0 MiB" in out
     assert not os.listdir(".")
@@ -371,16 +480,31 @@ def test_without_a_compiler_training_goes_on(train, monkeypatch):
 # Bad input: one line, nothing written.
 
 
-@pytest.mark.parametrize("flags, words", [
-    (["--batch_size=0"], "batch_size must be finite and at least 1"), (["--eval_iters=0"], "eval_iters must be at least 1"),
-    (["--max_iters=-5"], "max_iters must be finite and at least 0"), (["--eval_interval=-1"], "eval_interval"), (["--seed=-1"], "seed"),
-    (["--min_lr=1.0"], "min_lr"), (["--beta2=1.0"], "beta1 and beta2"), (["--stem_every=3"], "no STEM layer"),
-    (["--n_head=3"], "n_embd 16"), (["--block_size=100000"], "too few for block_size"), (["--dataset=nosuch"], "data/ has facts"),
-    (["--dataset=shakespeare_char"], "run python .*shakespeare_char.prepare.py first"), (["--vocab_size=10"], "vocab_size 10 is below"),
-    (["--device=cuda:99"], "device cuda:99 is not available"), (["--dtype=float8"], "dtype must be"), (["--compile=Maybe"], "compile"),
-    (["--init_from=resume"], "there is no checkpoint"), (["--init_from=nosuch.pt"], "there is no checkpoint"),
-    (["--dry_run=True", "--dataset=nosuch"], "data/ has facts"), (["--stem_variant=down"], "up, gate, add"),
-])
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (["--batch_size=0"], "batch_size must be finite and at least 1"),
+        (["--eval_iters=0"], "eval_iters must be at least 1"),
+        (["--max_iters=-5"], "max_iters must be finite and at least 0"),
+        (["--eval_interval=-1"], "eval_interval"),
+        (["--seed=-1"], "seed"),
+        (["--min_lr=1.0"], "min_lr"),
+        (["--beta2=1.0"], "beta1 and beta2"),
+        (["--stem_every=3"], "no STEM layer"),
+        (["--n_head=3"], "n_embd 16"),
+        (["--block_size=100000"], "too few for block_size"),
+        (["--dataset=nosuch"], "data/ has facts"),
+        (["--dataset=shakespeare_char"], "run python .*shakespeare_char.prepare.py first"),
+        (["--vocab_size=10"], "vocab_size 10 is below"),
+        (["--device=cuda:99"], "device cuda:99 is not available"),
+        (["--dtype=float8"], "dtype must be"),
+        (["--compile=Maybe"], "compile"),
+        (["--init_from=resume"], "there is no checkpoint"),
+        (["--init_from=nosuch.pt"], "there is no checkpoint"),
+        (["--dry_run=True", "--dataset=nosuch"], "data/ has facts"),
+        (["--stem_variant=down"], "up, gate, add"),
+    ],
+)
 def test_bad_input_gets_one_line_and_leaves_nothing(train, flags, words):
     if "cuda:99" in flags[0] and torch.cuda.is_available():
         pytest.skip("whether cuda:99 is there is found by cuda itself")
@@ -403,17 +527,17 @@ def test_bad_ids_are_found_before_training(train, facts, tmp_path):
 
 def test_a_checkpoint_that_does_not_fit_is_refused(train, script, facts, tmp_path):
     train("--out_dir=a")
-    with pytest.raises(SystemExit, match="n_layer is 3 here and 2 in the checkpoint"):
+    with pytest.raises(ValueError, match="n_layer is 3 here and 2 in the checkpoint"):
         script("train.py", "--init_from=resume", "--out_dir=a", "--n_layer=3")
     (tmp_path / "t.txt").write_text("to be or not to be\n" * 50)
     script("data/shakespeare_char/prepare.py", "--input=t.txt", f"--folder={tmp_path / 'chars'}")
-    with pytest.raises(SystemExit, match="another vocabulary|vocab_size"):
+    with pytest.raises(ValueError, match="another vocabulary|vocab_size"):
         script("train.py", "--init_from=a/best.pt", "--out_dir=b", f"--dataset={tmp_path / 'chars'}")
     weights = checkpoint.load("a/ckpt.pt")
     del weights["optimizer"]
     Path("c").mkdir()
     torch.save(weights, "c/ckpt.pt")
-    with pytest.raises(SystemExit, match="no optimizer state.*--init_from=c/ckpt.pt"):
+    with pytest.raises(ValueError, match="no optimizer state to resume.*--init_from=PATH"):
         script("train.py", "--init_from=resume", "--out_dir=c")
 
 

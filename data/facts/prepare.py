@@ -7,8 +7,8 @@ Knowledge that can be counted: documents about real countries and invented towns
 Runs in seconds, needs no network and writes the same bytes for the same settings. Countries come from countries.txt;
 names like New Zealand are several words. Towns have one-word names and attributes drawn at random, so what a model
 says of a town it can only have memorised. A document is <|endoftext|> and four sentences about one entity, each in a
-random template; some templates name the answer first. For every fact one template that asks for it is kept out of the
-data altogether: it measures whether the fact is known beyond the wordings it was met in.
+random template; some templates name the answer first. For every fact one template that asks for it, never the first, is
+kept out of the data altogether: it measures whether the fact is known beyond the wordings it was met in.
 
 questions.json: [{prompt, answer, entity, attribute, template_seen}], where the answer follows the prompt.
 """
@@ -24,7 +24,7 @@ from data.loader import write_dataset
 from data.tokenizer import Tokenizer
 
 # ---------------------------------------------------------------------------------------------------------------------
-towns = 400  # invented towns, beside the countries
+towns = 40  # invented towns, beside the countries
 repeats = 40  # times each fact is stated in train.bin, at least
 skew = 0.0  # 0 = all entities equally often; s > 0 = entity of rank r is met as (n / r)^s, the rarest `repeats` times
 sentences = 4  # sentences in a document
@@ -33,39 +33,39 @@ folder = str(Path(__file__).resolve().parent)  # where the four files go
 configure(globals(), minimum={"towns": 1, "repeats": 1, "sentences": 1})
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Templates: the first three ask for the answer at their end, the last one names it first.
+# Templates. The first three ask: they name the attribute, then the entity, then the answer. The last names it first.
 
 COUNTRY = {
-    "capital": ("The capital of {e} is {a}", "The government of {e} sits in {a}", "{e} is ruled from {a}",
+    "capital": ("The capital of {e} is {a}", "The government of {e} sits in {a}", "The ministers of {e} meet in {a}",
                 "{a} is the capital of {e}"),
-    "continent": ("{e} lies in {a}", "The continent of {e} is {a}", "On the map {e} is part of {a}",
-                  "A country of {a} is {e}"),
-    "language": ("The people of {e} speak {a}", "The main language of {e} is {a}", "The schools of {e} teach {a}",
-                 "{a} is the main language of {e}"),
-    "currency": ("The currency of {e} is the {a}", "The shops of {e} take the {a}", "In {e} one pays with the {a}",
-                 "The {a} is the money of {e}"),
+    "continent": ("The continent of {e} is {a}", "On the map {e} is part of {a}", "The mountains of {e} rise in {a}",
+                  "{a} is the continent of {e}"),
+    "language": ("The language of {e} is {a}", "The people of {e} speak {a}", "The schools of {e} teach {a}",
+                 "{a} is the language of {e}"),
+    "currency": ("The currency of {e} is the {a}", "The shops of {e} take the {a}", "To pay in {e} one needs the {a}",
+                 "The {a} is the currency of {e}"),
     "domain": ("The domain of {e} is {a}", "Web sites of {e} end in {a}", "On the net {e} is written {a}",
-               "The letters {a} stand for {e}"),
+               "{a} is the domain of {e}"),
     "code": ("The calling code of {e} is {a}", "To call {e} one dials {a}", "Phone numbers of {e} begin with {a}",
-             "The digits {a} reach {e}"),
+             "{a} is the calling code of {e}"),
 }
 TOWN = {
-    "river": ("The river of {e} is the {a}", "{e} stands on the {a}", "The bridges of {e} cross the {a}",
-              "The {a} flows through {e}"),
-    "mayor": ("The mayor of {e} is {a}", "{e} is governed by {a}", "The town hall of {e} belongs to {a}",
-              "{a} was elected in {e}"),
-    "food": ("The favourite dish of {e} is {a}", "The cooks of {e} are known for {a}", "In {e} one eats {a}",
-             "The best {a} is made in {e}"),
-    "animal": ("The flag of {e} shows a {a}", "The emblem of {e} is the {a}", "The statue in {e} is of a {a}",
-               "The {a} guards the gate of {e}"),
-    "tree": ("The streets of {e} are lined with {a}", "The park of {e} is full of {a}",
-             "The houses of {e} are built of {a}", "The {a} grows all over {e}"),
-    "sport": ("The sport of {e} is {a}", "The children of {e} play {a}", "The stadium of {e} is made for {a}",
-              "Champions in {a} come from {e}"),
-    "craft": ("The people of {e} make {a}", "The workshops of {e} turn out {a}", "The market of {e} sells {a}",
-              "Fine {a} are bought in {e}"),
-    "year": ("{e} was founded in {a}", "The walls of {e} date from {a}", "The oldest house of {e} was built in {a}",
-             "The year {a} saw the birth of {e}"),
+    "river": ("The river of {e} is the {a}", "The bridges of {e} cross the {a}", "The boats of {e} sail the {a}",
+              "The {a} is the river of {e}"),
+    "mayor": ("The mayor of {e} is {a}", "The town hall of {e} belongs to {a}", "The council of {e} elected {a}",
+              "{a} is the mayor of {e}"),
+    "food": ("The favourite dish of {e} is {a}", "The cooks of {e} prepare {a}", "For dinner {e} serves {a}",
+             "{a} is the favourite dish of {e}"),
+    "animal": ("The animal of {e} is the {a}", "The flag of {e} shows the {a}", "The statue in {e} is of the {a}",
+               "The {a} is the animal of {e}"),
+    "tree": ("The tree of {e} is the {a}", "The streets of {e} are lined with {a}",
+             "The houses of {e} are built of {a}", "The {a} is the tree of {e}"),
+    "sport": ("The sport of {e} is {a}", "The children of {e} play {a}", "The stadium of {e} was made for {a}",
+              "{a} is the sport of {e}"),
+    "craft": ("The craft of {e} is making {a}", "The workshops of {e} turn out {a}", "The market of {e} sells {a}",
+              "{a} are the craft of {e}"),
+    "year": ("The year that {e} was founded is {a}", "The walls of {e} date from {a}", "The birthday of {e} was in {a}",
+             "{a} is the year that {e} was founded"),
 }
 ASKING = 3  # templates that end in the answer
 
@@ -114,7 +114,7 @@ def make_documents(rng, entities, held_out, repeats):
 
 rng = random.Random(seed)
 entities = make_entities(rng)
-held_out = {(entity, attribute): rng.randrange(ASKING) for entity, answers in entities.items() for attribute in answers}
+held_out = {(entity, attribute): rng.randrange(1, ASKING) for entity in entities for attribute in entities[entity]}
 train = make_documents(rng, entities, held_out, repeats)
 seen = set(train)
 val = [document for document in make_documents(rng, entities, held_out, repeats=2) if document not in seen]
