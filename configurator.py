@@ -84,7 +84,7 @@ def checked(name, value, settings, minimum):
     if type(value) is not type(default) and not (type(value) is bool and default == "auto"):
         raise SystemExit(f"{name} must be {KIND[type(default)]} like {default!r}, got {value!r}")
     if type(value) in (int, float) and not least <= value < math.inf:  # false for nan, too
-        raise SystemExit(f"{name} must be finite and at least {least}, got {value}")
+        raise SystemExit(f"{name} must be at least {least} and finite, got {value}")
     return value
 
 

@@ -68,15 +68,15 @@ def test_a_file_is_python_and_sees_the_settings(configure):
         ("--steps=None", ["steps", "None"]),
         ("--rate=fast", ["rate", "a number"]),
         ("--rate=nan", ["rate", "finite"]),
-        ("--rate=-0.5", ["rate must be finite and at least 0, got -0.5"]),
-        ("--steps=-2", ["steps must be finite and at least -1"]),
+        ("--rate=-0.5", ["rate must be at least 0"]),
+        ("--steps=-2", ["steps must be at least -1"]),
         ("--flag=false", ["flag", "True or False"]),
         ("--flag=1", ["flag", "True or False"]),
         ("--steps", ["--steps", "--name=value"]),
         ("-steps=1", ["-steps=1", "--name=value"]),
         ("steps=5", ["steps=5", "--name=value"]),
         ("–-steps=5", ["–-steps=5"]),
-        ("nosuch.py", ["nosuch.py", "no such config file"]),
+        ("nosuch.py", ["nosuch.py", "no such file"]),
         ("--=1", ["no setting"]),
         ("--_own=2", ["_own"]),
     ],
@@ -118,13 +118,7 @@ def test_help_lists_settings_defaults_and_comments(configure, capsys):
 
 @pytest.mark.parametrize(
     "args, code, words",
-    [
-        (["max_iters=5"], 1, "max_iters=5"),
-        (["--max_iters", "5"], 1, "--name=value"),
-        (["--learning_rat=1e-3"], 1, "learning_rate"),
-        (["--help"], 0, "--stem_every="),
-        (["config/nosuch.py"], 1, "stem_small"),
-    ],
+    [(["max_iters=5"], 1, "max_iters=5"), (["--learning_rat=1e-3"], 1, "learning_rate"), (["-h"], 0, "--stem_every=")],
 )
 def test_the_real_script_says_it_in_one_line_also_without_asserts(tmp_path, args, code, words):
     done = subprocess.run(

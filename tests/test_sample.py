@@ -70,7 +70,7 @@ def test_a_prompt_longer_than_the_context_is_cropped_and_said_so(script, sample)
         (["--start=a Spain"], "the word 'Spain' is not among the 50"),
         (["--out_dir=nosuch"], "there is no checkpoint"),
         (["--start=FILE:nosuch.txt"], "cannot read the prompt"),
-        (["--top_k=-1"], "top_k must be finite and at least 0"),
+        (["--top_k=-1"], "top_k must be at least 0"),
         (["--device=tpu"], "device tpu is not available"),
         (["--dtype=int8"], "dtype must be auto"),
         (["--temperature=-1.0"], "temperature"),
