@@ -21,6 +21,8 @@ from model import GPT, GPTConfig
 from stem import StemTables
 
 FORMAT = 1  # goes up when an older load() could not read the file
+MODEL_KEYS = ("model_config", "meta", "model", "tables")
+RUN_KEYS = ("settings", "optimizer", "scaler", "step", "seconds", "best_val_loss")
 FREE = ("block_size", "dropout", "wte_dropout", "rope_base")  # of a shape: what weights do not depend on
 
 
@@ -41,9 +43,10 @@ def save(path, checkpoint):
         raise ValueError(f"cannot write {path}: {e}. What stood there before still does") from e
 
 
-def load(path):
+def load(path, resume=False):
     """The checkpoint in a file, or in a run's out_dir. Tensors are mapped from the file and read when used.
 
+    resume: also insist on what a run needs to go on, rather than on what a model needs.
     ValueError, in one line, if there is none, or it is cut short, foreign, unsafe or of a newer format.
     """
     path = Path(path)
@@ -53,25 +56,27 @@ def load(path):
         raise ValueError(f"there is no checkpoint {path}: train first, or name another --out_dir")
     try:
         checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        newer, weights = checkpoint["format"] > FORMAT, checkpoint["model"]
+        newer = checkpoint["format"] > FORMAT
     except Exception as e:  # torch.load has no error of its own: a bad file raises whatever its reader stumbles over
         raise ValueError(f"{path} is not a checkpoint of this project, or damaged ({type(e).__name__})") from None
     if newer:
         raise ValueError(f"{path} has format {checkpoint['format']}, this version reads up to {FORMAT}: update it")
+    lacking = [key for key in (MODEL_KEYS + RUN_KEYS if resume else MODEL_KEYS) if key not in checkpoint]
+    if lacking:
+        raise ValueError(f"{path} lacks {', '.join(lacking)}" + "; --init_from=PATH needs only weights" * resume)
     # other tools' files may carry the prefixes of compiled and wrapped models; ours never do
+    weights = checkpoint["model"]
     checkpoint["model"] = {key.removeprefix("module.").removeprefix("_orig_mod."): weights[key] for key in weights}
     return checkpoint
 
 
-def check_fit(checkpoint, config, meta, needs_optimizer):
-    """ValueError if it fits neither a GPTConfig nor a dataset's meta, or lacks what a resume needs."""
+def check_fit(checkpoint, config, meta):
+    """ValueError if a checkpoint's weights do not fit a GPTConfig, or its vocabulary a dataset's meta."""
     for name, was in checkpoint["model_config"].items():
         if was != getattr(config, name) and name not in FREE:
             raise ValueError(f"{name} is {getattr(config, name)} here and {was} in the checkpoint")
     if any(checkpoint["meta"].get(key) != meta.get(key) for key in ("tokenizer", "vocab")):
         raise ValueError("the dataset has another vocabulary than the checkpoint was trained with")
-    if needs_optimizer and "optimizer" not in checkpoint:
-        raise ValueError("the checkpoint has no optimizer state to resume; --init_from=PATH starts from its weights")
 
 
 def rebuild(checkpoint, device="cpu", dtype=torch.float32):
@@ -79,6 +84,6 @@ def rebuild(checkpoint, device="cpu", dtype=torch.float32):
     config = GPTConfig(**checkpoint["model_config"])
     model = GPT(config, dtype).to(device).eval()
     model.load_state_dict(checkpoint["model"])
-    tables = StemTables(*config.table_shape, std=config.table_std, device=device)
+    tables = StemTables(*config.table_shape, std=0, device=device)
     tables.load_state_dict(checkpoint["tables"])
     return model, tables, Tokenizer(checkpoint["meta"])

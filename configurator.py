@@ -3,18 +3,15 @@ Settings are the plain globals at the top of a script. configure(globals()) lets
 
     python train.py config/stem_small.py --batch_size=32 --learning_rate=1e-3
 
-A config file is Python that assigns the same names. Files apply from left to right, then flags, wherever they stand. A
-name that the script does not have, or a value of another type than its default, stops with one line. An int is taken
-where a float is wanted, and a setting whose default is "auto" also takes True or False; nothing else is converted.
-Numbers are not negative unless the script says so. Lists are strings ("1,3,5"). --help prints every setting with its
-default and comment.
+A config file is Python that assigns the same names and may compute with them. Files apply from left to right, then
+flags, wherever they stand. A name that the script does not have, or a value of another type than its default, stops
+with one line; only an int does for a float, and True or False for "auto". Numbers are not negative unless the script
+says so. Lists are strings ("1,3,5"). --help prints every setting with its default and comment.
 
-It also makes one line of mistakes that surface later: a ValueError raised by this project's own code is a message to
-the user and is printed as one; from anywhere else it is a bug and keeps its traceback.
+A ValueError raised in this project's own files is a message to the user and printed as one line, whenever it comes.
 """
 
 import difflib
-import math
 import re
 import sys
 import traceback
@@ -22,6 +19,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 KIND = {bool: "True or False", int: "a whole number", float: "a number", str: "a string"}
+READ = {bool: {"True": True, "False": False}.__getitem__, int: int, float: float, str: str}
 
 
 def configure(g, minimum=None):
@@ -30,46 +28,50 @@ def configure(g, minimum=None):
     minimum: {name: least value} of numbers for which it is not 0.
     """
     sys.excepthook = one_line
-    settings = {name: value for name, value in g.items() if name[0] != "_" and type(value) in KIND}
+    asked = arguments(g, minimum)
+    g.update(asked)
+    return settings_of(g)
+
+
+def settings_of(g):
+    return {name: value for name, value in g.items() if name[0] != "_" and type(value) in KIND}
+
+
+def arguments(g, minimum=None):
+    """The settings that the command line's files and flags name, checked against those in g; changes nothing."""
+    settings, files, flags = settings_of(g), {}, {}
     if {"-h", "--help"} & set(sys.argv[1:]):
         print_help(g, settings)
         raise SystemExit(0)
-    from_files, from_flags = {}, {}
     for arg in sys.argv[1:]:
         name, equals, text = arg.removeprefix("--").partition("=")  # only the first = separates
         if not arg.startswith("-"):
-            from_files |= read_file(arg, settings)
+            files |= read_file(arg, settings | files)
         elif arg.startswith("--") and equals:
-            from_flags[name] = value_of(text, settings.get(name))
+            flags[name] = value_of(text, settings.get(name))
         else:
             raise SystemExit(f"cannot read {arg!r}: settings are written --name=value")
-    changed = {name: checked(name, value, settings, minimum or {}) for name, value in (from_files | from_flags).items()}
-    g.update(changed)
-    return settings | changed
+    return {name: checked(name, value, settings, minimum or {}) for name, value in (files | flags).items()}
 
 
 def read_file(path, settings):
-    """What a config file, found from here or beside the scripts, assigns; it may compute with the settings."""
-    file = next((p for p in (Path(path), HERE / path) if p.is_file()), None)
+    """What a config file, found from here or beside the scripts, assigns, be it what the setting was already."""
+    file, own = next((p for p in (Path(path), HERE / path) if p.is_file()), None), {}
     if file is None:
         there = ", ".join(sorted(p.stem for p in (HERE / "config").glob("*.py")))
         raise SystemExit(f"cannot read {path!r}: no such file (config/ has {there}); flags are written --name=value")
-    names = dict(settings)
     try:
-        exec(compile(file.read_text(encoding="utf-8"), str(file), "exec"), names)
+        exec(compile(file.read_text(encoding="utf-8"), str(file), "exec"), dict(settings), own)
     except Exception as e:
         raise SystemExit(f"config file {path}: {type(e).__name__}: {e}") from None
-    own = {n: v for n, v in names.items() if n[0] != "_" and not callable(v) and type(v) is not type(sys)}
-    return {n: v for n, v in own.items() if n not in settings or v is not settings[n]}
+    return {n: v for n, v in own.items() if n[0] != "_" and not callable(v) and type(v) is not type(sys)}
 
 
 def value_of(text, default):
     """A flag's text as a value of its setting's type; where it is none, as it stands, for checked() to refuse."""
-    if text in ("True", "False") and (type(default) is bool or default == "auto"):
-        return text == "True"
     try:
-        return type(default)(text) if type(default) in (int, float) else text
-    except ValueError:
+        return READ[bool if default == "auto" else type(default)](text)
+    except (KeyError, ValueError):
         return text
 
 
@@ -83,8 +85,8 @@ def checked(name, value, settings, minimum):
         value = float(value)
     if type(value) is not type(default) and not (type(value) is bool and default == "auto"):
         raise SystemExit(f"{name} must be {KIND[type(default)]} like {default!r}, got {value!r}")
-    if type(value) in (int, float) and not least <= value < math.inf:  # false for nan, too
-        raise SystemExit(f"{name} must be at least {least} and finite, got {value}")
+    if type(value) in (int, float) and not least <= value < 2**63:  # false for nan, too
+        raise SystemExit(f"{name} must be at least {least} and below 2**63, got {value}")
     return value
 
 
@@ -98,11 +100,10 @@ def print_help(g, settings):
 
 def one_line(kind, error, tb):
     """sys.excepthook: see the top of the file."""
-    files = [frame.filename for frame in traceback.extract_tb(tb)] or [""]
-    ours = HERE in Path(files[-1]).resolve().parents and "site-packages" not in files[-1]
+    file = Path(traceback.extract_tb(tb)[-1].filename).resolve()
     if issubclass(kind, KeyboardInterrupt):
         print("interrupted", file=sys.stderr)
-    elif issubclass(kind, ValueError) and ours:
+    elif issubclass(kind, ValueError) and HERE in file.parents and "site-packages" not in file.parts:
         print(error, file=sys.stderr)
     else:
         sys.__excepthook__(kind, error, tb)

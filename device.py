@@ -1,5 +1,5 @@
 """
-The machine a script runs on: which device and dtype to use, and how much memory was.
+The machine a script runs on: which device and dtype to use, whether to compile, how much memory was used.
 """
 
 import sys
@@ -12,15 +12,16 @@ def choose_device(device, dtype):
 
     ValueError for a device that is not here or a dtype that cannot train on it.
     """
-    why = "as set"
+    device, why = str(device), "as set"
     if device == "auto":
         device, why = ("cuda", "found") if torch.cuda.is_available() else ("mps", "found, no cuda")
         if device == "mps" and not torch.backends.mps.is_available():
             device, why = "cpu", "no cuda or mps here"
     kind = device.split(":")[0]
-    here = {"cpu": lambda: True, "cuda": torch.cuda.is_available, "mps": torch.backends.mps.is_available}
-    if kind not in here or not here[kind]():
-        raise ValueError(f"device {device} is not available here: auto takes what is, cpu always works")
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, TypeError):
+        raise ValueError(f"device {device} is not available here: auto takes what is, cpu always works") from None
     why_dtype = "as set"
     if dtype == "auto":
         dtype, why_dtype = "float32", f"half precision gains little on {kind}"
@@ -32,6 +33,20 @@ def choose_device(device, dtype):
         raise ValueError(f"dtype must be auto, float32, bfloat16 or, except on mps, float16; got {dtype} for {kind}")
     print(f"device {device} ({why}), dtype {dtype} ({why_dtype})")
     return device, getattr(torch, dtype)
+
+
+def compiled(model, wish, device):
+    """The model to call in training: compiled if `wish` is True, or "auto" on cuda, and that works here; says so."""
+    if wish is not True and not (wish == "auto" and device.startswith("cuda")):
+        print("compile off" + (" (only on cuda)" if wish == "auto" else " (as set)"))
+        return model
+    try:
+        torch.compile(torch.neg)(torch.ones(2, device=device))  # a missing compiler is found here, in a second
+    except Exception as e:
+        print(f"compile off: torch.compile does not work here ({type(e).__name__})")
+        return model
+    print("compile on" + (" (cuda)" if wish == "auto" else " (as set)"))
+    return torch.compile(model)
 
 
 def peak_memory(device):

@@ -7,8 +7,11 @@ Continue a text with a trained model, printed as it is made.
 Needs the checkpoint alone, no config and no data. Speaks only the words of its training data if their tokens are words.
 """
 
+import os
 import sys
 from pathlib import Path
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # beside another busy process, threads that spin crawl
 
 import torch
 

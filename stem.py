@@ -104,8 +104,9 @@ STEM_VARIANTS = {"up": StemFFN, "gate": StemGate, "add": StemAdd}
 def adamw_rows(weight, exp_avg, exp_avg_sq, count, ids, grad, lr, betas, eps=1e-8):
     """One step of AdamW on rows `ids` of a table, in place; every other row, moment and count stays as it is.
 
-    weight, exp_avg, exp_avg_sq: (V, R) fp32. count: (V,) int64, the updates each row has seen. ids: (U,) int64,
-    distinct. grad: (U, R) fp32, the gradients of those rows in the order of ids, duplicates of a token already summed.
+    weight, exp_avg, exp_avg_sq: (V, R) fp32, on one device. count: (V,) int64 on the CPU, the updates each row has
+    seen. ids: (U,) int64 on the CPU, distinct. grad: (U, R) fp32, the gradients of those rows in the order of ids,
+    duplicates of a token already summed.
 
     A row's bias correction follows its own count: a rare token's second update is its second, not the 10,000th. There
     is no weight decay, since decay on use would shrink frequent rows and spare rare ones. A row seen at every step
@@ -115,10 +116,11 @@ def adamw_rows(weight, exp_avg, exp_avg_sq, count, ids, grad, lr, betas, eps=1e-
     beta1, beta2 = betas
     count[ids] += 1
     step = count[ids].double()[:, None]
-    step_size = (-lr / (1 - beta1**step)).float()  # (U, 1)
-    sqrt_bias2 = (1 - beta2**step).sqrt().float()  # (U, 1)
+    step_size = (-lr / (1 - beta1**step)).float().to(grad.device)  # (U, 1)
+    sqrt_bias2 = (1 - beta2**step).sqrt().float().to(grad.device)  # (U, 1)
+    ids = ids.to(grad.device)
 
-    # The update is bound by memory traffic. A few rows at a time, in buffers that stay in the CPU's cache, is 3 to 5
+    # The update is bound by memory traffic. A few rows at a time, in buffers that stay in the CPU's cache, is up to 5
     # times faster than ten passes over (U, R); a GPU wants few launches instead.
     R = grad.size(1)
     block = max(1, (2**18 if grad.device.type == "cpu" else 2**24) // max(1, R))
@@ -157,19 +159,19 @@ class StemTables:
     them, and .to(), weight decay or DDP would take hold of the largest thing there is. S = 0 is a dense model: every
     verb works and does nothing.
 
-    vocab_size, n_stem, d_ff: V, S, M. std: scale of the initial rows. seed: the rows are a function
-    of it, whatever the device. Holds 12 bytes a number: weight, exp_avg, exp_avg_sq.
+    vocab_size, n_stem, d_ff: V, S, M. std: scale of the initial rows, 0 = zeros to load over. seed: the rows are a
+    function of it, whatever the device. Holds 12 bytes a number: weight, exp_avg, exp_avg_sq.
     """
 
     def __init__(self, vocab_size, n_stem, d_ff, std, betas=(0.9, 0.95), device="cpu", seed=0):
         self.betas = betas
-        self.weight = torch.empty(vocab_size, n_stem, d_ff, device=device)  # (V, S, M)
+        self.weight = torch.zeros(vocab_size, n_stem, d_ff, device=device)  # (V, S, M)
         generator = torch.Generator().manual_seed(seed)
-        for rows in self.weight.split(1024):  # drawn on the CPU in pieces: no second copy of a large table
+        for rows in self.weight.split(1024) if std else ():  # in pieces: no second copy of a large table on the CPU
             rows.copy_(torch.randn(rows.shape, generator=generator).mul_(std))
         self.exp_avg = torch.zeros_like(self.weight)
         self.exp_avg_sq = torch.zeros_like(self.weight)
-        self.count = torch.zeros(vocab_size, dtype=torch.int64, device=device)  # (V,)
+        self.count = torch.zeros(vocab_size, dtype=torch.int64)  # (V,), where the plan's ids are: on the CPU
 
     def plan(self, ids):
         """The rows that a batch of ids (any shape, int64, CPU) needs. Pure. ValueError for an id outside the table."""
@@ -197,7 +199,7 @@ class StemTables:
         """Row-wise AdamW on the plan's rows with rows.grad. Without a backward before it, or with S = 0, nothing."""
         if rows.grad is not None:
             adamw_rows(self.weight.flatten(1), self.exp_avg.flatten(1), self.exp_avg_sq.flatten(1), self.count,
-                       plan.ids.to(self.weight.device), rows.grad.flatten(1), lr, self.betas)
+                       plan.ids, rows.grad.flatten(1), lr, self.betas)
 
     def read(self, ids):
         """A copy of the rows of ids (n,), as (n, S, M) fp32 on the CPU."""
@@ -214,6 +216,8 @@ class StemTables:
     def load_state_dict(self, state):
         """Take over a state_dict, from whatever mode wrote it. ValueError if it is of another shape."""
         for name, mine in self.state_dict().items():
+            if name not in state:
+                raise ValueError(f"the checkpoint's tables have no {name}")
             if state[name].shape != mine.shape:
                 raise ValueError(f"table {name} is {tuple(state[name].shape)} in the checkpoint and "
                                  f"{tuple(mine.shape)} in this model")

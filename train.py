@@ -14,22 +14,25 @@ its batch is drawn, and dropout reseeded, from them alone. So the next batch is 
 state of a random number generator.
 """
 
+import copy
 import dataclasses
 import json
 import math
+import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # beside another busy process, threads that spin crawl
 
 import torch
 from tqdm import tqdm
 
 import checkpoint
-from configurator import configure
-from data.loader import Dataset, recall
-from device import choose_device, peak_memory
+from configurator import arguments, configure
+from data.loader import open_dataset, recall
+from device import choose_device, compiled, peak_memory
 from model import GPT, GPTConfig, print_accounting
 from stem import StemTables
 
@@ -82,44 +85,35 @@ dtype = "auto"  # auto, float32, bfloat16 or float16: of activations and matmuls
 compile = "auto"  # torch.compile: auto (only on cuda), True or False
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What to do, and whether it can be done. Everything that can be wrong is found here, before anything is written.
+# What to do, and whether it can be done: what is wrong shall be found before anything is written into out_dir.
 
 MODEL_SETTINGS = [field.name for field in dataclasses.fields(GPTConfig)]
 MINIMUM = dict.fromkeys(("batch_size", "block_size", "gradient_accumulation_steps", "eval_iters", "rope_base"), 1)
 
+asked = arguments(globals(), MINIMUM)
 config = configure(globals(), MINIMUM)
 start = None
 if init_from != "scratch":
-    start = checkpoint.load(Path(out_dir) / "ckpt.pt" if init_from == "resume" else init_from)
-    inherited = config if init_from == "resume" else MODEL_SETTINGS  # a resumed run keeps all its settings, then
-    globals().update({name: value for name, value in start["settings"].items() if name in inherited})
-    config = configure(globals(), MINIMUM)  # this command line goes over them
+    resume = init_from == "resume"
+    start = checkpoint.load(Path(out_dir) / "ckpt.pt" if resume else init_from, resume)
+    inherited = start["settings"] if resume else start["model_config"]  # all of them, or a shape to fill with weights
+    config |= {name: value for name, value in inherited.items() if name in config and name not in asked}
+    globals().update(config)
+print("settings    " + (", ".join(f"{name}={value}" for name, value in asked.items()) or "the defaults"))
+for wrong, why in ((min_lr > learning_rate, f"min_lr {min_lr} must be at most learning_rate {learning_rate}"),
+                   (max(beta1, beta2) >= 1, f"beta1 and beta2 must be below 1, got {beta1} and {beta2}"),
+                   (compile not in ("auto", True, False), f"compile must be auto, True or False, got {compile!r}")):
+    if wrong:
+        raise SystemExit(why)
 
-if min_lr > learning_rate:
-    raise SystemExit(f"learning_rate {learning_rate} must be at least min_lr {min_lr}, where its decay ends")
-if not (0 <= beta1 < 1 and 0 <= beta2 < 1):
-    raise SystemExit(f"beta1 and beta2 must be in [0, 1), got {beta1} and {beta2}")
-if seed >= 2**63:
-    raise SystemExit(f"seed must be below 2**63, got {seed}")
-if compile not in ("auto", True, False):
-    raise SystemExit(f"compile must be auto, True or False, got {compile!r}")
-
-folder = Path(__file__).resolve().parent / "data" / dataset
-if not folder.is_dir() and Path(dataset).is_dir():
-    folder = Path(dataset)
 if not (dry_run and vocab_size):
-    if dataset == "facts" and not (folder / "meta.json").exists():  # the one dataset that takes seconds and no network
-        if subprocess.run([sys.executable, folder / "prepare.py"]).returncode:
-            raise SystemExit(f"{folder} could not be made, for the reason above")
-    data = Dataset(folder, block_size, seed)
-    known = data.tokenizer.vocab_size
-    vocab_size = vocab_size or known
-    if vocab_size < known:
-        raise SystemExit(f"vocab_size {vocab_size} is below the {known} of {folder}; 0 takes the dataset's")
-
+    data = open_dataset(dataset, block_size, seed)
+    vocab_size = vocab_size or data.tokenizer.vocab_size
+    if vocab_size < data.tokenizer.vocab_size:
+        raise SystemExit(f"vocab_size {vocab_size} is below the dataset's {data.tokenizer.vocab_size}; 0 takes that")
 model_config = GPTConfig(**{name: globals()[name] for name in MODEL_SETTINGS})
 if start and not dry_run:
-    checkpoint.check_fit(start, model_config, data.meta, needs_optimizer=init_from == "resume")
+    checkpoint.check_fit(start, model_config, data.meta)
 print_accounting(model_config, batch_size, gradient_accumulation_steps)
 if dry_run:
     sys.exit()
@@ -130,26 +124,23 @@ if dry_run:
 device, torch_dtype = choose_device(device, dtype)
 torch.manual_seed(seed)
 model = GPT(model_config, torch_dtype).to(device)
-tables = StemTables(*model_config.table_shape, model_config.table_std, (beta1, beta2), device, seed)
+# a seed of their own: with that of the weights, tables would repeat their numbers
+tables = StemTables(*model_config.table_shape, model_config.table_std, (beta1, beta2), device, seed + 2**32)
 optimizer = model.configure_optimizer(learning_rate, weight_decay, (beta1, beta2))
 scaler = torch.amp.GradScaler(torch.device(device).type, enabled=torch_dtype is torch.float16)  # of the loss
-step, best_val_loss = 0, math.inf
+step, seconds, best_val_loss = 0, 0.0, math.inf
 if start:
     model.load_state_dict(start["model"])
     tables.load_state_dict(start["tables"])
 if init_from == "resume":
-    optimizer.load_state_dict(start["optimizer"])
-    scaler.load_state_dict(start["scaler"])
-    step, best_val_loss = start["step"], checkpoint.load(out_dir)["best_val_loss"]
+    state = copy.deepcopy(start["optimizer"]["state"])  # in memory of its own, not mapped from the file
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+    if start["scaler"]:  # empty unless it was float16
+        scaler.load_state_dict(start["scaler"])
+    step, seconds, best_val_loss = start["step"], start["seconds"], checkpoint.load(out_dir)["best_val_loss"]
 start = None  # a loaded checkpoint is as large as the model
 parameters = list(model.parameters())
-forward = model  # compiled or not, model keeps its own parameter names, for checkpoints
-if compile is True or (compile == "auto" and device.startswith("cuda")):
-    try:
-        torch.compile(torch.neg)(torch.ones(2, device=device))  # a missing compiler is found here, in a second
-        forward = torch.compile(model)
-    except Exception as e:
-        print(f"torch.compile does not work here ({type(e).__name__}): going on without it")
+forward = compiled(model, compile, device)  # model itself keeps its parameters' own names, for checkpoints
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Pieces of the loop.
@@ -182,7 +173,9 @@ def save(name):
     checkpoint.save(Path(out_dir) / name, {
         "model_config": dataclasses.asdict(model_config), "meta": data.tokenizer.meta, "settings": config,
         "model": model.state_dict(), "tables": tables.state_dict(), "optimizer": optimizer.state_dict(),
-        "scaler": scaler.state_dict(), "step": step, "best_val_loss": best_val_loss})
+        "scaler": scaler.state_dict(), "step": step, "seconds": seconds, "best_val_loss": best_val_loss})
+    if best_val_loss == math.inf:  # no best yet: one that stands here is an earlier run's
+        (Path(out_dir) / "best.pt").unlink(missing_ok=True)
 
 
 def save_and_evaluate():
@@ -224,9 +217,9 @@ def open_log():
     """log.csv with its rows up to `step` from before a resume."""
     path, rows = Path(out_dir) / "log.csv", []
     if step and path.is_file():
-        whole = [row for row in path.read_text().splitlines()[1:] if row.count(",") == 6]  # a kill can cut the last one
-        rows = [row for row in whole if int(row.split(",")[0]) <= step]
-    log = open(path, "w", buffering=1)  # line by line, so that what a killed run did can be read
+        lines = path.read_text(encoding="utf-8").splitlines()[1:]
+        rows = [row for row in lines if row.count(",") == 6 and int(row.split(",")[0]) <= step]  # a kill can cut one
+    log = open(path, "w", buffering=1, encoding="utf-8")  # line by line, so that what a killed run did can be read
     print("step,loss,lr,norm,ms,tokens_per_second,val_loss", *rows, sep="\n", file=log)
     return log
 
@@ -250,7 +243,7 @@ def describe(val_loss, shares):
 # The loop.
 
 if eval_only:
-    print(describe(evaluate(), recall(model.eval(), tables, data.tokenizer, data.questions())))
+    print(describe(evaluate(), recall(model.eval(), tables, data.tokenizer, data.questions)))
     sys.exit()
 try:
     Path(out_dir).mkdir(parents=True, exist_ok=True)
@@ -267,8 +260,9 @@ for signum in (signal.SIGINT, signal.SIGTERM):
 model.train()
 sequences = gradient_accumulation_steps * batch_size
 k_tokens = sequences * block_size / 1000
-first_step, seconds, val_loss = step, 0.0, None
-bar = tqdm(total=max_iters, initial=step, unit="step", disable=not sys.stderr.isatty(), dynamic_ncols=True)
+val_loss = None
+bar = tqdm(total=max_iters, initial=step, unit="step", dynamic_ncols=True,
+           disable=not (sys.stdout.isatty() and sys.stderr.isatty()))
 x, y = data.get_batch("train", step, sequences)
 plan = tables.plan(x)
 while step < max_iters and not interrupted:
@@ -313,10 +307,11 @@ if interrupted:
     sys.exit(130)
 if val_loss is None:  # there was no step left to do
     val_loss = save_and_evaluate()
-shares = recall(model.eval(), tables, data.tokenizer, data.questions())
+shares = recall(model.eval(), tables, data.tokenizer, data.questions)
 summary = {"val_loss": val_loss, **shares, "seconds": seconds,
-           "tokens_per_second": 1000 * (step - first_step) * k_tokens / seconds if seconds else None,
+           "tokens_per_second": 1000 * step * k_tokens / seconds if seconds else None,
            "flops_per_token": model.flops_per_token(), "parameters": model.parameters_by_role(),
            "peak_memory_bytes": peak_memory(device), "best_val_loss": best_val_loss, "steps": step, "settings": config}
-(Path(out_dir) / "summary.json").write_text(json.dumps(summary, indent=1), encoding="utf-8")
-print(f"{step - first_step} steps in {seconds:.1f} s: {describe(val_loss, shares)}")
+(Path(out_dir) / "summary.tmp").write_text(json.dumps(summary, indent=1), encoding="utf-8")
+os.replace(Path(out_dir) / "summary.tmp", Path(out_dir) / "summary.json")
+print(f"{step} steps in {seconds:.1f} s: {describe(val_loss, shares)}")

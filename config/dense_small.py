@@ -10,9 +10,9 @@ n_head = 2
 n_embd = 64
 d_ff = 192
 
-learning_rate = 2.2e-3
+learning_rate = 1.8e-3
 stem_lr_scale = 10.0
-max_iters = 2000
+max_iters = 2300
 warmup_iters = 100
 eval_interval = 500
 log_interval = 100

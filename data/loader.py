@@ -11,6 +11,8 @@ It reads nothing from the network and knows no model; recall() asks one its ques
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -36,8 +38,11 @@ def write_dataset(folder, tokenizer, train, val, questions=None):
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in (files | {"meta.json": json.dumps(meta).encode()}).items():
-            (folder / f"{name}.tmp").write_bytes(content)
-            os.replace(folder / f"{name}.tmp", folder / name)
+            temporary = folder / f"{name}.{os.getpid()}.tmp"  # two runs may make the same data at once
+            temporary.write_bytes(content)
+            os.replace(temporary, folder / name)
+        if questions is None:  # those of other data that stood here
+            (folder / "questions.json").unlink(missing_ok=True)
     except OSError as e:
         raise ValueError(f"cannot write {folder}: {e.strerror}") from None
     print(f"{folder}: {len(train):,} train and {len(val):,} val tokens, vocabulary {tokenizer.vocab_size:,}")
@@ -47,11 +52,22 @@ def write_dataset(folder, tokenizer, train, val, questions=None):
 # Reading.
 
 
+def open_dataset(name, block_size, seed):
+    """The Dataset in a folder of data/, or at a path. Missing facts are made: that takes seconds and no network."""
+    folder = Path(__file__).resolve().parent / name
+    if not folder.is_dir() and Path(name).is_dir():
+        folder = Path(name)
+    if name == "facts" and not (folder / "meta.json").exists():
+        if subprocess.run([sys.executable, folder / "prepare.py"]).returncode:
+            raise ValueError(f"{folder} could not be made, for the reason above")
+    return Dataset(folder, block_size, seed)
+
+
 class Dataset:
     """An opened folder. ValueError, with what to do, for one that is missing, cut short, foreign or too small.
 
-    folder: where prepare.py wrote. block_size: T, tokens of a sequence. seed: of the batches. Has meta (dict) and
-    tokenizer.
+    folder: where prepare.py wrote. block_size: T, tokens of a sequence. seed: of the batches. Has meta (a dict),
+    tokenizer, and questions: dicts as in data/facts/prepare.py, none for most data.
     """
 
     def __init__(self, folder, block_size, seed=0):
@@ -63,8 +79,10 @@ class Dataset:
             self.meta = json.loads((self.folder / "meta.json").read_text(encoding="utf-8"))
             sizes = {split: self.meta[f"{split}_tokens"] for split in SPLITS}
             itemsize, vocab_size = {"uint16": 2, "uint32": 4}[self.meta["dtype"]], self.meta["vocab_size"]
+            questions = self.folder / "questions.json"
+            self.questions = json.loads(questions.read_text(encoding="utf-8")) if questions.is_file() else []
         except (ValueError, KeyError, TypeError) as e:
-            raise ValueError(f"{self.folder}/meta.json is damaged or foreign ({type(e).__name__}); {again}") from None
+            raise ValueError(f"{self.folder} has damaged or foreign json ({type(e).__name__}); {again}") from None
         self.tokenizer = Tokenizer(self.meta)
         for split, size in sizes.items():
             path = self.folder / f"{split}.bin"
@@ -96,11 +114,6 @@ class Dataset:
         start = rng.integers(len(tokens) - self.block_size, size=(n, 1))
         window = torch.from_numpy(tokens[start + np.arange(self.block_size + 1)].astype(np.int64))
         return window[:, :-1].contiguous(), window[:, 1:].contiguous()
-
-    def questions(self):
-        """What to ask a model trained on this: a list of dicts (see data/facts/prepare.py), empty for most data."""
-        path = self.folder / "questions.json"
-        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -62,6 +62,6 @@ def load_gpt2():
         return tiktoken.get_encoding("gpt2")
     except ImportError:
         raise ValueError("this text is in GPT-2's byte pairs: pip install tiktoken") from None
-    except OSError as e:  # requests' errors are OSErrors
+    except (OSError, ValueError) as e:  # no network, or a page that is not the file
         raise ValueError(f"tiktoken could not fetch GPT-2's byte pairs ({type(e).__name__}). Without network, set "
                          "TIKTOKEN_CACHE_DIR to a private folder that holds its two files; see the README") from None

@@ -47,6 +47,11 @@ def test_order_is_default_file_flag_wherever_the_flag_stands(configure):
     assert configure("a.py", "b.py", a="steps = 4\nrate = 1", b="steps = 5") == DEFAULTS | {"steps": 5, "rate": 1.0}
 
 
+def test_a_later_file_can_restore_a_default_and_build_on_an_earlier_one(configure):
+    assert configure("a.py", "b.py", a="steps = 4\nflag = True", b="steps = 10\nflag = False") == DEFAULTS
+    assert configure("a.py", "b.py", a="steps = 4", b="steps = steps * 2")["steps"] == 8
+
+
 def test_values_keep_their_type(configure):
     config = configure("--steps=-1", "--rate=1", "--name=x=--y=[1,3]", "--flag=True", "--mode=False")
     assert config == {"steps": -1, "rate": 1.0, "name": "x=--y=[1,3]", "flag": True, "mode": False}
@@ -67,7 +72,7 @@ def test_a_file_is_python_and_sees_the_settings(configure):
         ("--steps=1.5", ["steps", "a whole number", "1.5"]),
         ("--steps=None", ["steps", "None"]),
         ("--rate=fast", ["rate", "a number"]),
-        ("--rate=nan", ["rate", "finite"]),
+        ("--rate=nan", ["rate", "at least 0"]),
         ("--rate=-0.5", ["rate must be at least 0"]),
         ("--steps=-2", ["steps must be at least -1"]),
         ("--flag=false", ["flag", "True or False"]),

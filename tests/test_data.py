@@ -1,13 +1,14 @@
 """data/: batches, the facts and what can be wrong with a folder."""
 
 import json
+import os
 import re
 import shutil
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, tiny_model
+from conftest import tiny_model
 
 from data.loader import Dataset, recall, write_dataset
 from data.tokenizer import END, Tokenizer
@@ -47,14 +48,20 @@ def test_what_a_tokenizer_does_not_know_is_named():
         Tokenizer({})
 
 
+@pytest.mark.skipif("TIKTOKEN_CACHE_DIR" not in os.environ, reason="GPT-2's byte pairs would have to be downloaded")
 def test_gpt2_tokenizer():
-    try:
-        tokenizer = Tokenizer({"tokenizer": "gpt2"})
-    except ValueError as e:
-        assert "TIKTOKEN_CACHE_DIR" in str(e)
-        pytest.skip("GPT-2's byte pairs are neither cached nor to be downloaded here")
+    tokenizer = Tokenizer({"tokenizer": "gpt2"})
     assert tokenizer.encode(f"hello world{END}") == [31373, 995, 50256] and tokenizer.end_id == 50256
     assert tokenizer.decode(tokenizer.encode("naïve 日本 😀")) == "naïve 日本 😀"
+
+
+def test_gpt2_without_network_says_what_to_do(monkeypatch, tmp_path):
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    for name in ("http_proxy", "https_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.setattr("tiktoken.registry.ENCODINGS", {})
+    with pytest.raises(ValueError, match="set TIKTOKEN_CACHE_DIR"):
+        Tokenizer({"tokenizer": "gpt2"})
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -89,9 +96,9 @@ def break_meta(folder, **change):
     "damage, words",
     [
         (lambda f: (f / "meta.json").unlink(), "there is no dataset .* data/ has facts, shakespeare_char"),
-        (lambda f: (f / "meta.json").write_text("{"), "meta.json is damaged"),
-        (lambda f: (f / "meta.json").write_text("[]"), "meta.json is damaged"),
-        (lambda f: (f / "meta.json").write_text("{}"), "meta.json is damaged"),
+        (lambda f: (f / "meta.json").write_text("{"), "damaged or foreign json"),
+        (lambda f: (f / "meta.json").write_text("[]"), "damaged or foreign json"),
+        (lambda f: (f / "meta.json").write_text("{}"), "damaged or foreign json"),
         (
             lambda f: (f / "train.bin").write_bytes((f / "train.bin").read_bytes()[:-1]),
             "train.bin has 159 bytes, meta.json says 80",
@@ -121,11 +128,20 @@ def test_a_known_dataset_that_is_not_prepared_names_its_command(tmp_path):
         Dataset(tmp_path, 8)
 
 
-def test_a_planted_pickle_is_never_read(tmp_path):
-    char_dataset(tmp_path)
-    (tmp_path / "meta.pkl").write_bytes(b"cpathlib\nPath\n(S'pwned'\ntR.")
-    Dataset(tmp_path, 8)
+def test_a_planted_pickle_is_never_read(train, facts, tmp_path):
+    """It would create a file where it is loaded."""
+    shutil.copytree(facts, tmp_path / "planted")
+    (tmp_path / "planted/meta.pkl").write_bytes(b"cbuiltins\nopen\n(S'" + bytes(tmp_path / "pwned") + b"'\nS'w'\ntR.")
+    train(f"--dataset={tmp_path / 'planted'}", "--max_iters=1")
     assert not (tmp_path / "pwned").exists()
+
+
+def test_questions_of_other_data_do_not_stay(script, tmp_path):
+    (tmp_path / "questions.json").write_text("[{}]")
+    assert Dataset(char_dataset(tmp_path), 8).questions == []
+    (tmp_path / "questions.json").write_text("[{")
+    with pytest.raises(ValueError, match="damaged or foreign json"):
+        Dataset(tmp_path, 8)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -176,6 +192,11 @@ def test_spain_is_asked(facts):
     assert any(q["answer"] == "Buenos Aires" for q in questions)  # answers of several words
 
 
+def test_documents_have_as_many_sentences_as_set(script, tmp_path):
+    script("data/facts/prepare.py", "--towns=1", "--repeats=1", "--sentences=2", "--seed=3", f"--folder={tmp_path}")
+    assert {d.count(" .") for d in documents(tmp_path, "train")} == {2}
+
+
 def test_skew_makes_some_entities_frequent(script, tmp_path):
     script("data/facts/prepare.py", "--towns=3", "--repeats=1", "--skew=1.0", f"--folder={tmp_path}")
     counts = sorted(
@@ -224,7 +245,7 @@ def test_recall_counts_whole_answers(facts):
 def test_recall_of_a_real_model_is_a_share(facts):
     data = Dataset(facts, 16)
     model, tables = tiny_model(vocab_size=data.tokenizer.vocab_size)
-    assert 0 <= recall(model, tables, data.tokenizer, data.questions()[:100])["recall"] < 0.5
+    assert 0 <= recall(model, tables, data.tokenizer, data.questions[:100])["recall"] < 0.5
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -251,10 +272,3 @@ def test_text_that_is_none_is_refused(script, tmp_path, content, words):
     with pytest.raises(SystemExit, match=words):
         script("data/shakespeare_char/prepare.py", f"--input={tmp_path / 't.txt'}", f"--folder={tmp_path / 'd'}")
     assert not (tmp_path / "d").exists()
-
-
-def test_datasets_are_found_from_anywhere(script, tmp_path):
-    """The bins written beside prepare.py: copied with their script, they are found by that folder."""
-    shutil.copytree(ROOT / "data" / "shakespeare_char", tmp_path / "copy")
-    char_dataset(tmp_path / "copy")
-    assert Dataset(tmp_path / "copy", 8).meta["train_tokens"] == 80

@@ -24,7 +24,7 @@ from data.loader import write_dataset
 from data.tokenizer import Tokenizer
 
 # ---------------------------------------------------------------------------------------------------------------------
-towns = 40  # invented towns, beside the countries
+towns = 60  # invented towns, beside the countries
 repeats = 40  # times each fact is stated in train.bin, at least
 skew = 0.0  # 0 = all entities equally often; s > 0 = entity of rank r is met as (n / r)^s, the rarest `repeats` times
 sentences = 4  # sentences in a document
