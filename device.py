@@ -19,6 +19,8 @@ def choose_device(device, dtype):
             device, why = "cpu", "no cuda or mps here"
     kind = device.split(":")[0]
     try:
+        if kind not in ("cpu", "cuda", "mps"):
+            raise RuntimeError("torch knows more kinds, this project does not")
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError, TypeError):
         raise ValueError(f"device {device} is not available here: auto takes what is, cpu always works") from None

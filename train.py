@@ -2,7 +2,7 @@
 Train a GPT, dense or STEM, on a dataset of data/, and leave in out_dir what sample.py needs.
 
     python train.py config/stem_small.py                           # a config file's settings
-    python train.py config/stem_small.py --stem_every=2 --seed=2   # and flags over them; --help lists all
+    python train.py config/stem_small.py --stem_every=1 --seed=2   # and flags over them; --help lists all
     python train.py --init_from=resume --out_dir=out/stem_small    # go on where a run stopped, with its settings
     python train.py config/stem_small.py --dry_run=True            # what a model would cost, allocating nothing
 
@@ -97,7 +97,8 @@ if init_from != "scratch":
     resume = init_from == "resume"
     start = checkpoint.load(Path(out_dir) / "ckpt.pt" if resume else init_from, resume)
     inherited = start["settings"] if resume else start["model_config"]  # all of them, or a shape to fill with weights
-    config |= {name: value for name, value in inherited.items() if name in config and name not in asked}
+    given = {"out_dir", *asked}  # a folder may have been moved since
+    config |= {name: value for name, value in inherited.items() if name in config and name not in given}
     globals().update(config)
 print("settings    " + (", ".join(f"{name}={value}" for name, value in asked.items()) or "the defaults"))
 for wrong, why in ((min_lr > learning_rate, f"min_lr {min_lr} must be at most learning_rate {learning_rate}"),

@@ -6,9 +6,11 @@ Knowledge that can be counted: documents about real countries and invented towns
 
 Runs in seconds, needs no network and writes the same bytes for the same settings. Countries come from countries.txt;
 names like New Zealand are several words. Towns have one-word names and attributes drawn at random, so what a model
-says of a town it can only have memorised. A document is <|endoftext|> and four sentences about one entity, each in a
+says of a town it can only have memorised. A document is <|endoftext|> and some sentences about one entity, each in a
 random template; some templates name the answer first. For every fact one template that asks for it, never the first, is
 kept out of the data altogether: it measures whether the fact is known beyond the wordings it was met in.
+
+Documents for val are made the same way, less those that are in train.
 
 questions.json: [{prompt, answer, entity, attribute, template_seen}], where the answer follows the prompt.
 """
