@@ -8,7 +8,7 @@ Checkpoints: one file that rebuilds a model with no flags and no data folder, wr
 A checkpoint is a dict of tensors and plain Python values only, so torch.load(weights_only=True) takes it, and a file
 from a stranger can run no code. Its keys: format; model_config (GPTConfig); meta (the tokenizer); settings (of
 train.py); model, optimizer and scaler (torch state dicts); tables (every row with moments and counts, the same
-whatever mode wrote it); step (optimizer steps done); best_val_loss.
+whatever mode wrote it); step (optimizer steps done); seconds of training; best_val_loss.
 """
 
 import os
@@ -31,7 +31,7 @@ def save(path, checkpoint):
 
     ValueError if the file cannot be written (a full disk); the old one is then untouched.
     """
-    path, temporary = Path(path), Path(f"{path}.tmp")
+    path, temporary = Path(path), Path(f"{path}.{os.getpid()}.tmp")  # another run's in the same folder is another
     try:
         with open(temporary, "wb") as f:
             torch.save({"format": FORMAT} | checkpoint, f)

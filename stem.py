@@ -28,8 +28,8 @@ import torch.nn.functional as F
 def is_stem_layer(layer, stem_every, stem_first=1):
     """Whether `layer` (from 0) reads a table: every stem_every-th one, none before stem_first; 0 means a dense model.
 
-    16 layers with stem_every = 3 gives 2, 5, 8, 11, 14. stem_every = 1 gives all but layer 0, the official release's
-    "all": the first layer sees nothing but the token anyway. stem_first = 0 lets it be one too.
+    16 layers with stem_every = 3 gives 2, 5, 8, 11, 14. stem_every = 1 gives all but layer 0, which is the official
+    release's "all"; stem_first = 0 takes layer 0 too.
     """
     return stem_every > 0 and layer >= stem_first and (layer + 1) % stem_every == 0
 
