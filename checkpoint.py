@@ -40,7 +40,8 @@ def save(path, checkpoint):
         os.replace(temporary, path)
     except (OSError, RuntimeError) as e:  # torch reports a failed write as RuntimeError
         temporary.unlink(missing_ok=True)
-        raise ValueError(f"cannot write {path}: {e}. What stood there before still does") from e
+        reason = e.strerror if isinstance(e, OSError) else "is the disk full?"
+        raise ValueError(f"cannot write {path}: {reason}. What stood there before, if anything, still does") from e
 
 
 def load(path, resume=False):
@@ -53,7 +54,7 @@ def load(path, resume=False):
     if path.is_dir():
         path = next((p for p in (path / "best.pt", path / "ckpt.pt") if p.is_file()), path / "best.pt")
     if not path.is_file():
-        raise ValueError(f"there is no checkpoint {path}: train first, or name another --out_dir")
+        raise ValueError(f"there is no checkpoint {path}: train first, or name another folder or file")
     try:
         checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         newer = checkpoint["format"] > FORMAT
@@ -61,7 +62,8 @@ def load(path, resume=False):
         raise ValueError(f"{path} is not a checkpoint of this project, or damaged ({type(e).__name__})") from None
     if newer:
         raise ValueError(f"{path} has format {checkpoint['format']}, this version reads up to {FORMAT}: update it")
-    lacking = [key for key in (MODEL_KEYS + RUN_KEYS if resume else MODEL_KEYS) if key not in checkpoint]
+    lacking = [key for key in MODEL_KEYS if not isinstance(checkpoint.get(key), dict)]
+    lacking += [key for key in RUN_KEYS if resume and checkpoint.get(key) is None]
     if lacking:
         raise ValueError(f"{path} lacks {', '.join(lacking)}" + "; --init_from=PATH needs only weights" * resume)
     # other tools' files may carry the prefixes of compiled and wrapped models; ours never do
@@ -72,18 +74,31 @@ def load(path, resume=False):
 
 def check_fit(checkpoint, config, meta):
     """ValueError if a checkpoint's weights do not fit a GPTConfig, or its vocabulary a dataset's meta."""
-    for name, was in checkpoint["model_config"].items():
-        if was != getattr(config, name) and name not in FREE:
-            raise ValueError(f"{name} is {getattr(config, name)} here and {was} in the checkpoint")
     if any(checkpoint["meta"].get(key) != meta.get(key) for key in ("tokenizer", "vocab")):
-        raise ValueError("the dataset has another vocabulary than the checkpoint was trained with")
+        raise ValueError("the dataset has another vocabulary than the checkpoint was trained with; set --dataset")
+    for name, here in vars(config).items():
+        was = checkpoint["model_config"].get(name)
+        if was != here and name not in FREE:
+            raise ValueError(f"{name} is {here!r} here and {was!r} in the checkpoint: leave it as it was")
+
+
+def fill(model, tables, checkpoint):
+    """Load a checkpoint's weights and tables. ValueError if they are not those of the model's shape."""
+    try:
+        model.load_state_dict(checkpoint["model"])
+        tables.load_state_dict(checkpoint["tables"])
+    except (RuntimeError, TypeError, AttributeError) as e:
+        raise ValueError(f"the checkpoint's weights do not fit its shape ({type(e).__name__}): damaged?") from None
 
 
 def rebuild(checkpoint, device="cpu", dtype=torch.float32):
     """A checkpoint's model, in eval mode, its tables and its tokenizer."""
-    config = GPTConfig(**checkpoint["model_config"])
+    try:
+        config = GPTConfig(**checkpoint["model_config"])
+        tokenizer = Tokenizer(checkpoint["meta"])
+    except (TypeError, KeyError) as e:
+        raise ValueError(f"the checkpoint's model_config or meta is not one ({type(e).__name__}): damaged?") from None
     model = GPT(config, dtype).to(device).eval()
-    model.load_state_dict(checkpoint["model"])
     tables = StemTables(*config.table_shape, std=0, device=device)
-    tables.load_state_dict(checkpoint["tables"])
-    return model, tables, Tokenizer(checkpoint["meta"])
+    fill(model, tables, checkpoint)
+    return model, tables, tokenizer

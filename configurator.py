@@ -11,7 +11,9 @@ says so. Lists are strings ("1,3,5"). --help prints every setting with its defau
 A ValueError raised in this project's own files is a message to the user and printed as one line, whenever it comes.
 """
 
+import ast
 import difflib
+import io
 import re
 import sys
 import traceback
@@ -27,9 +29,7 @@ def configure(g, minimum=None):
 
     minimum: {name: least value} of numbers for which it is not 0.
     """
-    sys.excepthook = one_line
-    asked = arguments(g, minimum)
-    g.update(asked)
+    g.update(arguments(g, minimum))
     return settings_of(g)
 
 
@@ -38,7 +38,10 @@ def settings_of(g):
 
 
 def arguments(g, minimum=None):
-    """The settings that the command line's files and flags name, checked against those in g; changes nothing."""
+    """The settings that the command line's files and flags name, checked against those in g, which stay as they are."""
+    sys.excepthook = one_line
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a console that lacks a character shows ? for it
     settings, files, flags = settings_of(g), {}, {}
     if {"-h", "--help"} & set(sys.argv[1:]):
         print_help(g, settings)
@@ -56,15 +59,17 @@ def arguments(g, minimum=None):
 
 def read_file(path, settings):
     """What a config file, found from here or beside the scripts, assigns, be it what the setting was already."""
-    file, own = next((p for p in (Path(path), HERE / path) if p.is_file()), None), {}
+    file, names = next((p for p in (Path(path), HERE / path) if p.is_file()), None), dict(settings)
     if file is None:
         there = ", ".join(sorted(p.stem for p in (HERE / "config").glob("*.py")))
         raise SystemExit(f"cannot read {path!r}: no such file (config/ has {there}); flags are written --name=value")
     try:
-        exec(compile(file.read_text(encoding="utf-8"), str(file), "exec"), dict(settings), own)
+        tree = ast.parse(file.read_text(encoding="utf-8"), str(file))
+        exec(compile(tree, str(file), "exec"), names)
     except Exception as e:
         raise SystemExit(f"config file {path}: {type(e).__name__}: {e}") from None
-    return {n: v for n, v in own.items() if n[0] != "_" and not callable(v) and type(v) is not type(sys)}
+    assigned = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    return {name: names[name] for name in sorted(assigned) if name in names and name[0] != "_"}
 
 
 def value_of(text, default):
@@ -79,7 +84,7 @@ def checked(name, value, settings, minimum):
     """The value, if the setting exists and may have it."""
     if name not in settings:
         near = [f", did you mean {n!r}?" for n in difflib.get_close_matches(name, settings, n=1)]
-        raise SystemExit(f"there is no setting {name!r}{near[0] if near else '; --help lists them'}")
+        raise SystemExit(f"there is no setting {name!r}{near[0] if near else '; --help lists them, _names are free'}")
     default, least = settings[name], minimum.get(name, 0)
     if type(value) is int and type(default) is float:
         value = float(value)

@@ -45,7 +45,6 @@ if not prompt:  # something must come first: a document's start, or where there 
     prompt = [tokenizer.end_id] if tokenizer.end_id is not None else tokenizer.encode("\n")
 if len(prompt) > model.config.block_size:
     print(f"the prompt has {len(prompt)} tokens, the model reads the last {model.config.block_size}", file=sys.stderr)
-sys.stdout.reconfigure(errors="replace")  # a console that lacks a character shows ? for it
 
 # ---------------------------------------------------------------------------------------------------------------------
 torch.manual_seed(seed)

@@ -19,6 +19,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import signal
 import sys
 import time
@@ -30,7 +31,7 @@ import torch
 from tqdm import tqdm
 
 import checkpoint
-from configurator import arguments, configure
+from configurator import arguments, settings_of
 from data.loader import open_dataset, recall
 from device import choose_device, compiled, peak_memory
 from model import GPT, GPTConfig, print_accounting
@@ -91,7 +92,8 @@ MODEL_SETTINGS = [field.name for field in dataclasses.fields(GPTConfig)]
 MINIMUM = dict.fromkeys(("batch_size", "block_size", "gradient_accumulation_steps", "eval_iters", "rope_base"), 1)
 
 asked = arguments(globals(), MINIMUM)
-config = configure(globals(), MINIMUM)
+globals().update(asked)
+config = settings_of(globals())
 start = None
 if init_from != "scratch":
     resume = init_from == "resume"
@@ -103,6 +105,7 @@ if init_from != "scratch":
 print("settings    " + (", ".join(f"{name}={value}" for name, value in asked.items()) or "the defaults"))
 for wrong, why in ((min_lr > learning_rate, f"min_lr {min_lr} must be at most learning_rate {learning_rate}"),
                    (max(beta1, beta2) >= 1, f"beta1 and beta2 must be below 1, got {beta1} and {beta2}"),
+                   (eval_only and not start, "eval_only needs --init_from=resume or the path of a checkpoint"),
                    (compile not in ("auto", True, False), f"compile must be auto, True or False, got {compile!r}")):
     if wrong:
         raise SystemExit(why)
@@ -110,11 +113,11 @@ for wrong, why in ((min_lr > learning_rate, f"min_lr {min_lr} must be at most le
 if not (dry_run and vocab_size):
     data = open_dataset(dataset, block_size, seed)
     vocab_size = vocab_size or data.tokenizer.vocab_size
-    if vocab_size < data.tokenizer.vocab_size:
-        raise SystemExit(f"vocab_size {vocab_size} is below the dataset's {data.tokenizer.vocab_size}; 0 takes that")
 model_config = GPTConfig(**{name: globals()[name] for name in MODEL_SETTINGS})
 if start and not dry_run:
     checkpoint.check_fit(start, model_config, data.meta)
+if not dry_run and vocab_size < data.tokenizer.vocab_size:
+    raise SystemExit(f"vocab_size {vocab_size} is below the dataset's {data.tokenizer.vocab_size}; 0 takes that")
 print_accounting(model_config, batch_size, gradient_accumulation_steps)
 if dry_run:
     sys.exit()
@@ -131,8 +134,7 @@ optimizer = model.configure_optimizer(learning_rate, weight_decay, (beta1, beta2
 scaler = torch.amp.GradScaler(torch.device(device).type, enabled=torch_dtype is torch.float16)  # of the loss
 step, seconds, best_val_loss = 0, 0.0, math.inf
 if start:
-    model.load_state_dict(start["model"])
-    tables.load_state_dict(start["tables"])
+    checkpoint.fill(model, tables, start)
 if init_from == "resume":
     state = copy.deepcopy(start["optimizer"]["state"])  # in memory of its own, not mapped from the file
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
@@ -175,8 +177,6 @@ def save(name):
         "model_config": dataclasses.asdict(model_config), "meta": data.tokenizer.meta, "settings": config,
         "model": model.state_dict(), "tables": tables.state_dict(), "optimizer": optimizer.state_dict(),
         "scaler": scaler.state_dict(), "step": step, "seconds": seconds, "best_val_loss": best_val_loss})
-    if best_val_loss == math.inf:  # no best yet: one that stands here is an earlier run's
-        (Path(out_dir) / "best.pt").unlink(missing_ok=True)
 
 
 def save_and_evaluate():
@@ -218,8 +218,8 @@ def open_log():
     """log.csv with its rows up to `step` from before a resume."""
     path, rows = Path(out_dir) / "log.csv", []
     if step and path.is_file():
-        lines = path.read_text(encoding="utf-8").splitlines()[1:]
-        rows = [row for row in lines if row.count(",") == 6 and int(row.split(",")[0]) <= step]  # a kill can cut one
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()  # a kill may have cut one
+        rows = [row for row in lines if re.fullmatch(r"(\d+)(,[^,]*){6}", row) and int(row.split(",")[0]) <= step]
     log = open(path, "w", buffering=1, encoding="utf-8")  # line by line, so that what a killed run did can be read
     print("step,loss,lr,norm,ms,tokens_per_second,val_loss", *rows, sep="\n", file=log)
     return log
@@ -229,14 +229,15 @@ def on_signal(signum, frame):
     """The first Ctrl-C or SIGTERM lets the step finish; a second one kills as usual."""
     global interrupted
     interrupted = True
+    print("finishing the step, then saving; once more to stop without", file=sys.stderr)
     signal.signal(signum, signal.SIG_DFL)
 
 
 def describe(val_loss, shares):
     """What training was for, in one line."""
     line = f"val loss {val_loss:.4f} nats per token"
-    if shares["recall"] is not None:
-        line += f", recalls {shares['recall']:.1%} of the facts, {shares['recall_unseen']:.1%} in unseen wordings"
+    for name, share in shares.items():
+        line += f", {name} {share:.1%}" if share is not None else ""
     return line
 
 
@@ -248,9 +249,13 @@ if eval_only:
     sys.exit()
 try:
     Path(out_dir).mkdir(parents=True, exist_ok=True)
+    if init_from != "resume" and (Path(out_dir) / "ckpt.pt").exists():  # nothing is lost by starting it again
+        print(f"{out_dir} held an earlier run, now in {out_dir}/earlier; --init_from=resume would have gone on with it")
+        (Path(out_dir) / "earlier").mkdir(exist_ok=True)
+        for name in ("ckpt.pt", "best.pt", "log.csv", "summary.json"):
+            if (Path(out_dir) / name).exists():
+                os.replace(Path(out_dir) / name, Path(out_dir) / "earlier" / name)
     (Path(out_dir) / "summary.json").unlink(missing_ok=True)  # says of a run that it has finished
-    if not step and (Path(out_dir) / "ckpt.pt").exists():
-        print(f"{out_dir} holds an earlier run, to be replaced; --init_from=resume would go on with it")
     log = open_log()
 except OSError as e:
     raise SystemExit(f"cannot write into out_dir {out_dir}: {e.strerror}") from None
@@ -258,6 +263,8 @@ interrupted = False
 for signum in (signal.SIGINT, signal.SIGTERM):
     signal.signal(signum, on_signal)
 
+if step >= max_iters:
+    print(f"already at step {step} of max_iters {max_iters}: nothing to train, only to evaluate")
 model.train()
 sequences = gradient_accumulation_steps * batch_size
 k_tokens = sequences * block_size / 1000

@@ -39,8 +39,11 @@ def write_dataset(folder, tokenizer, train, val, questions=None):
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in (files | {"meta.json": json.dumps(meta).encode()}).items():
             temporary = folder / f"{name}.{os.getpid()}.tmp"  # two runs may make the same data at once
-            temporary.write_bytes(content)
-            os.replace(temporary, folder / name)
+            try:
+                temporary.write_bytes(content)
+                os.replace(temporary, folder / name)
+            finally:
+                temporary.unlink(missing_ok=True)
         if questions is None:  # those of other data that stood here
             (folder / "questions.json").unlink(missing_ok=True)
     except OSError as e:
@@ -77,13 +80,20 @@ class Dataset:
         again = "prepare the data again"
         try:
             self.meta = json.loads((self.folder / "meta.json").read_text(encoding="utf-8"))
-            sizes = {split: self.meta[f"{split}_tokens"] for split in SPLITS}
-            itemsize, vocab_size = {"uint16": 2, "uint32": 4}[self.meta["dtype"]], self.meta["vocab_size"]
+            sizes = {split: int(self.meta[f"{split}_tokens"]) for split in SPLITS}
+            itemsize, vocab_size = {"uint16": 2, "uint32": 4}[self.meta["dtype"]], int(self.meta["vocab_size"])
             questions = self.folder / "questions.json"
             self.questions = json.loads(questions.read_text(encoding="utf-8")) if questions.is_file() else []
         except (ValueError, KeyError, TypeError) as e:
             raise ValueError(f"{self.folder} has damaged or foreign json ({type(e).__name__}); {again}") from None
-        self.tokenizer = Tokenizer(self.meta)
+        try:
+            self.tokenizer = Tokenizer(self.meta)
+            asked = [(q["template_seen"], self.tokenizer.encode(q["prompt"]), self.tokenizer.encode(q["answer"]))
+                     for q in self.questions]
+        except (KeyError, TypeError, AttributeError) as e:
+            raise ValueError(f"{self.folder} has a damaged vocabulary or questions ({e}); {again}") from None
+        if not all(seen in (True, False) and prompt and answer for seen, prompt, answer in asked):
+            raise ValueError(f"{self.folder}/questions.json has a question without words; {again}")
         for split, size in sizes.items():
             path = self.folder / f"{split}.bin"
             found = path.stat().st_size if path.is_file() else 0

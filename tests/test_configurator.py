@@ -47,6 +47,12 @@ def test_order_is_default_file_flag_wherever_the_flag_stands(configure):
     assert configure("a.py", "b.py", a="steps = 4\nrate = 1", b="steps = 5") == DEFAULTS | {"steps": 5, "rate": 1.0}
 
 
+def test_a_file_may_use_loops_functions_and_comprehensions(configure):
+    text = "_k = 2\ndef f(n): return n if n < 2 else f(n - 1)\nrate = f(5)\n"
+    text += "for _i in range(3): steps = _i + sum([_k for _ in range(2)])"
+    assert configure("a.py", a=text) == DEFAULTS | {"steps": 6, "rate": 1.0}
+
+
 def test_a_later_file_can_restore_a_default_and_build_on_an_earlier_one(configure):
     assert configure("a.py", "b.py", a="steps = 4\nflag = True", b="steps = 10\nflag = False") == DEFAULTS
     assert configure("a.py", "b.py", a="steps = 4", b="steps = steps * 2")["steps"] == 8

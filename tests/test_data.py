@@ -139,9 +139,10 @@ def test_a_planted_pickle_is_never_read(train, facts, tmp_path):
 def test_questions_of_other_data_do_not_stay(script, tmp_path):
     (tmp_path / "questions.json").write_text("[{}]")
     assert Dataset(char_dataset(tmp_path), 8).questions == []
-    (tmp_path / "questions.json").write_text("[{")
-    with pytest.raises(ValueError, match="damaged or foreign json"):
-        Dataset(tmp_path, 8)
+    for bad in ("[{", "5", '["a"]', '[{"prompt": "a"}]', '[{"prompt": "", "answer": "a", "template_seen": true}]'):
+        (tmp_path / "questions.json").write_text(bad)
+        with pytest.raises(ValueError, match="damaged|without words"):
+            Dataset(tmp_path, 8)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

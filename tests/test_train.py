@@ -62,7 +62,7 @@ def test_a_run_leaves_checkpoints_a_log_and_a_summary(train):
     assert s["flops_per_token"] > 0 and s["peak_memory_bytes"] > 1e7
     assert s["seconds"] == pytest.approx(sum(float(r["ms"]) for r in rows) / 1000, abs=0.01)
     assert s["tokens_per_second"] == pytest.approx(4 * 2 * 16 / s["seconds"])
-    assert out.count("nats per token") == 3 and "recalls" in out and "FLOPs" in out and "device cpu (as set)" in out
+    assert out.count("nats per token") == 3 and "recall " in out and "FLOPs" in out and "device cpu (as set)" in out
     assert checkpoint.load("out/ckpt.pt")["step"] == 4
 
 
@@ -79,7 +79,7 @@ def test_data_without_questions_has_no_recall(script, train, tmp_path):
     (tmp_path / "t.txt").write_text("to be or not to be\n" * 50)
     script("data/shakespeare_char/prepare.py", "--input=t.txt", f"--folder={tmp_path / 'chars'}")
     out = train(f"--dataset={tmp_path / 'chars'}")
-    assert summary()["recall"] is None and "recalls" not in out
+    assert summary()["recall"] is None and "recall " not in out
     assert (
         script("sample.py", "--device=cpu", "--out_dir=out", "--start=to be", "--max_new_tokens=5")
         .split("\n", 1)[1]
@@ -264,6 +264,36 @@ def test_a_new_run_does_not_keep_an_earlier_ones_best(train, monkeypatch):
     with pytest.raises(torch.OutOfMemoryError):
         train("--max_iters=0", "--seed=9")
     assert checkpoint.load("out")["step"] == 0 and not Path("out/best.pt").exists()
+    assert checkpoint.load("out/earlier")["step"] == 4 and summary("out/earlier")["steps"] == 4  # nothing is lost
+
+
+def test_a_cut_log_does_not_hinder_a_resume(train, script):
+    train("--max_iters=3")
+    with open("out/log.csv", "ab") as f:
+        f.write(b"x,1,2,3,4,5,6\n\xff\n2,0.5")
+    script("train.py", "--init_from=resume", "--max_iters=4")
+    assert [r["step"] for r in log()] == ["1", "2", "3", "4"]
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (lambda c: c.pop("tables"), "lacks tables"),
+        (lambda c: c.update(meta=None), "lacks meta"),
+        (lambda c: c["model"].popitem(), "do not fit its shape"),
+        (lambda c: c["tables"].pop("exp_avg"), "tables have no exp_avg"),
+        (lambda c: c["model_config"].update(n_embd=32), "do not fit its shape|n_embd is 16"),
+        (lambda c: c["model_config"].update(colour=1), "model_config or meta is not one|n_embd"),
+    ],
+)
+def test_a_checkpoint_with_the_wrong_things_in_it_is_refused(train, script, facts, change, words):
+    train("--max_iters=1")
+    c = checkpoint.load("out/ckpt.pt")
+    change(c)
+    torch.save(c, "bad.pt")
+    with pytest.raises(ValueError, match=words) as e:
+        script("sample.py", "--out_dir=bad.pt", "--device=cpu", "--max_new_tokens=1")
+    assert "\n" not in str(e.value)
 
 
 def test_betas_and_decay_reach_rows_and_weights(train):
@@ -336,7 +366,7 @@ def test_eval_only_measures_and_writes_nothing(train, script):
     train()
     before = {p: p.stat().st_mtime_ns for p in Path("out").iterdir()}
     out = script("train.py", "--init_from=resume", "--eval_only=True")
-    assert f"val loss {summary()['val_loss']:.4f}" in out and "recalls" in out
+    assert f"val loss {summary()['val_loss']:.4f}" in out and "recall " in out
     assert before == {p: p.stat().st_mtime_ns for p in Path("out").iterdir()}
 
 
@@ -558,6 +588,7 @@ def test_without_a_compiler_training_goes_on(train, monkeypatch):
         (["--dtype=float8"], "dtype must be"),
         (["--compile=Maybe"], "compile"),
         (["--init_from=resume"], "there is no checkpoint"),
+        (["--eval_only=True"], "eval_only needs"),
         (["--init_from=nosuch.pt"], "there is no checkpoint"),
         (["--dry_run=True", "--dataset=nosuch"], "data/ has facts"),
         (["--stem_variant=down"], "up, gate, add"),
@@ -583,7 +614,7 @@ def test_bad_ids_are_found_before_training(train, facts, tmp_path):
 
 def test_a_checkpoint_that_does_not_fit_is_refused(train, script, facts, tmp_path):
     train("--out_dir=a")
-    with pytest.raises(ValueError, match="n_layer is 3 here and 2 in the checkpoint"):
+    with pytest.raises(ValueError, match="n_layer is 3 here and 2 in the checkpoint: leave"):
         script("train.py", "--init_from=resume", "--out_dir=a", "--n_layer=3")
     (tmp_path / "t.txt").write_text("to be or not to be\n" * 50)
     script("data/shakespeare_char/prepare.py", "--input=t.txt", f"--folder={tmp_path / 'chars'}")
