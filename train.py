@@ -88,10 +88,8 @@ compile = "auto"  # torch.compile: auto (only on cuda), True or False
 # ---------------------------------------------------------------------------------------------------------------------
 # What to do, and whether it can be done: what is wrong shall be found before anything is written into out_dir.
 
-MODEL_SETTINGS = [field.name for field in dataclasses.fields(GPTConfig)]
-MINIMUM = dict.fromkeys(("batch_size", "block_size", "gradient_accumulation_steps", "eval_iters", "rope_base"), 1)
-
-asked = arguments(globals(), MINIMUM)
+POSITIVE = ("batch_size", "block_size", "gradient_accumulation_steps", "eval_iters", "rope_base")
+asked = arguments(globals(), minimum=dict.fromkeys(POSITIVE, 1))
 globals().update(asked)
 config = settings_of(globals())
 start = None
@@ -113,7 +111,7 @@ for wrong, why in ((min_lr > learning_rate, f"min_lr {min_lr} must be at most le
 if not (dry_run and vocab_size):
     data = open_dataset(dataset, block_size, seed)
     vocab_size = vocab_size or data.tokenizer.vocab_size
-model_config = GPTConfig(**{name: globals()[name] for name in MODEL_SETTINGS})
+model_config = GPTConfig(**{field.name: globals()[field.name] for field in dataclasses.fields(GPTConfig)})
 if start and not dry_run:
     checkpoint.check_fit(start, model_config, data.meta)
 if not dry_run and vocab_size < data.tokenizer.vocab_size:
@@ -249,7 +247,7 @@ if eval_only:
     sys.exit()
 try:
     Path(out_dir).mkdir(parents=True, exist_ok=True)
-    if init_from != "resume" and (Path(out_dir) / "ckpt.pt").exists():  # nothing is lost by starting it again
+    if init_from != "resume" and (Path(out_dir) / "ckpt.pt").exists():  # a start by mistake loses nothing
         print(f"{out_dir} held an earlier run, now in {out_dir}/earlier; --init_from=resume would have gone on with it")
         (Path(out_dir) / "earlier").mkdir(exist_ok=True)
         for name in ("ckpt.pt", "best.pt", "log.csv", "summary.json"):
