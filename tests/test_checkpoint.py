@@ -49,7 +49,9 @@ def test_best_is_preferred_and_latest_taken_without_it(tmp_path):
 def test_a_kill_at_any_moment_leaves_a_loadable_checkpoint(tmp_path):
     """20 savers are killed in the midst of writing; each leaves its own file or an older one, whole."""
     content, last, steps = some(ballast=torch.zeros(2_000_000)), -1, set()
+    start = time.perf_counter()
     checkpoint.save(tmp_path / "ckpt.pt", content)
+    took = time.perf_counter() - start
     for kill in range(20):
         pid = os.fork()
         if pid == 0:
@@ -57,7 +59,7 @@ def test_a_kill_at_any_moment_leaves_a_loadable_checkpoint(tmp_path):
             while True:
                 step += 1
                 checkpoint.save(tmp_path / "ckpt.pt", content | {"step": step})
-        time.sleep(0.02 + 0.011 * kill)
+        time.sleep(took * (0.5 + kill / 4))  # from within the first save to behind several
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         loaded = checkpoint.load(tmp_path / "ckpt.pt")
