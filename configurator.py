@@ -34,6 +34,7 @@ def configure(g, minimum=None):
 
 
 def settings_of(g):
+    """The settings in a script's globals: public names of plain values."""
     return {name: value for name, value in g.items() if name[0] != "_" and type(value) in KIND}
 
 
@@ -96,6 +97,7 @@ def checked(name, value, settings, minimum):
 
 
 def print_help(g, settings):
+    """The script's docstring and every setting as --name=default, with the comment behind it in the source."""
     print((g.get("__doc__") or "").strip(), "\n\nSettings, as --name=value:")
     source = Path(g["__file__"]).read_text(encoding="utf-8")
     for name, default in settings.items():

@@ -171,6 +171,7 @@ def evaluate():
 
 
 def save(name):
+    """Write everything that sampling or going on needs into out_dir."""
     checkpoint.save(Path(out_dir) / name, {
         "model_config": dataclasses.asdict(model_config), "meta": data.tokenizer.meta, "settings": config,
         "model": model.state_dict(), "tables": tables.state_dict(), "optimizer": optimizer.state_dict(),

@@ -108,6 +108,7 @@ class Dataset:
                                  f"of {self.tokenizer.vocab_size}: they do not belong together; {again}")
 
     def how_to_prepare(self):
+        """What to say of a folder without data."""
         if (self.folder / "prepare.py").is_file():
             return f"{self.folder} has no meta.json: run python {self.folder / 'prepare.py'} first"
         there = ", ".join(sorted(p.parent.name for p in Path(__file__).parent.glob("*/prepare.py")))

@@ -56,6 +56,7 @@ class Tokenizer:
 
 
 def load_gpt2():
+    """tiktoken's encoding, or a ValueError that says what it needs."""
     try:
         import tiktoken
 

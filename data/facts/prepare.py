@@ -95,6 +95,7 @@ def make_entities(rng):
 
 
 def templates_of(attribute):
+    """The four wordings of a fact."""
     return COUNTRY.get(attribute) or TOWN[attribute]
 
 
