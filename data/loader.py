@@ -1,7 +1,7 @@
 """
 A dataset is a folder: train.bin and val.bin (token ids, uint16 or uint32, one stream each), meta.json (its tokenizer,
-id type and token counts) and, where what was learnt can be asked, questions.json. prepare.py scripts write one,
-train.py reads it.
+id type and token counts) and, where what was learnt can be asked, questions.json. prepare.py scripts write one
+with data/writer.py, train.py reads it.
 
     data = Dataset("data/facts", block_size=128, seed=1)
     x, y = data.get_batch("train", step, n=16)      # (16, 128) each, a pure function of (seed, split, step)
@@ -10,7 +10,6 @@ It reads nothing from the network and knows no model; recall() asks one its ques
 """
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -21,35 +20,6 @@ import torch
 from data.tokenizer import Tokenizer
 
 SPLITS = ("train", "val")
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Writing.
-
-
-def write_dataset(folder, tokenizer, train, val, questions=None):
-    """Write the splits (sequences of ids) and meta.json, each file whole or not at all. ValueError if it cannot."""
-    folder = Path(folder)
-    dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
-    meta = tokenizer.meta | {"dtype": np.dtype(dtype).name, "vocab_size": tokenizer.vocab_size,
-                             "train_tokens": len(train), "val_tokens": len(val)}
-    files = {"train.bin": np.asarray(train, dtype).tobytes(), "val.bin": np.asarray(val, dtype).tobytes()}
-    if questions is not None:
-        files["questions.json"] = json.dumps(questions, indent=0).encode()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, content in (files | {"meta.json": json.dumps(meta).encode()}).items():
-            temporary = folder / f"{name}.{os.getpid()}.tmp"  # two runs may make the same data at once
-            try:
-                temporary.write_bytes(content)
-                os.replace(temporary, folder / name)
-            finally:
-                temporary.unlink(missing_ok=True)
-        if questions is None:  # those of other data that stood here
-            (folder / "questions.json").unlink(missing_ok=True)
-    except OSError as e:
-        raise ValueError(f"cannot write {folder}: {e.strerror}") from None
-    print(f"{folder}: {len(train):,} train and {len(val):,} val tokens, vocabulary {tokenizer.vocab_size:,}")
-
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Reading.

@@ -10,8 +10,9 @@ import pytest
 import torch
 from conftest import tiny_model
 
-from data.loader import Dataset, recall, write_dataset
+from data.loader import Dataset, recall
 from data.tokenizer import END, Tokenizer
+from data.writer import write_dataset
 
 
 def char_dataset(folder, text="abcdefgh" * 10):
@@ -95,7 +96,7 @@ def break_meta(folder, **change):
 @pytest.mark.parametrize(
     "damage, words",
     [
-        (lambda f: (f / "meta.json").unlink(), "there is no dataset .* data/ has facts, shakespeare_char"),
+        (lambda f: (f / "meta.json").unlink(), "data/ has facts, openwebtext, shakespeare, shakespeare_char"),
         (lambda f: (f / "meta.json").write_text("{"), "damaged or foreign json"),
         (lambda f: (f / "meta.json").write_text("[]"), "damaged or foreign json"),
         (lambda f: (f / "meta.json").write_text("{}"), "damaged or foreign json"),
@@ -247,29 +248,3 @@ def test_recall_of_a_real_model_is_a_share(facts):
     data = Dataset(facts, 16)
     model, tables = tiny_model(vocab_size=data.tokenizer.vocab_size)
     assert 0 <= recall(model, tables, data.tokenizer, data.questions[:100])["recall"] < 0.5
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Foreign text.
-
-
-def test_any_text_becomes_characters(script, tmp_path):
-    text = "naïve — “x” 日本 😀\n" * 20
-    (tmp_path / "my text.txt").write_text(text, encoding="utf-8")
-    script("data/shakespeare_char/prepare.py", f"--input={tmp_path / 'my text.txt'}", f"--folder={tmp_path / 'd'}")
-    meta = json.loads((tmp_path / "d" / "meta.json").read_text())
-    ids = [
-        i for split in ("train", "val") for i in np.fromfile(tmp_path / "d" / f"{split}.bin", meta["dtype"]).tolist()
-    ]
-    assert Tokenizer(meta).decode(ids) == text and meta["val_tokens"] == len(text) // 10
-
-
-@pytest.mark.parametrize(
-    "content, words", [(None, "there is no text"), (b"abc", "too few"), (b"\xff\xfe\x00" * 9, "not UTF-8")]
-)
-def test_text_that_is_none_is_refused(script, tmp_path, content, words):
-    if content:
-        (tmp_path / "t.txt").write_bytes(content)
-    with pytest.raises(SystemExit, match=words):
-        script("data/shakespeare_char/prepare.py", f"--input={tmp_path / 't.txt'}", f"--folder={tmp_path / 'd'}")
-    assert not (tmp_path / "d").exists()

@@ -22,8 +22,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a file from anywhere
 
 from configurator import configure
-from data.loader import write_dataset
 from data.tokenizer import Tokenizer
+from data.writer import write_dataset
 
 # ---------------------------------------------------------------------------------------------------------------------
 towns = 60  # invented towns, beside the countries

@@ -1,0 +1,193 @@
+"""
+OpenWebText, or any collection of documents, as GPT-2's byte pairs: 9 B tokens, 18 GB, in hours; or a file in seconds.
+
+    pip install datasets && python data/openwebtext/prepare.py       # streamed from huggingface.co, not kept as text
+    python data/openwebtext/prepare.py --input=FILE                  # or of your own: .jsonl or .txt
+
+Of a .jsonl each line is a document, its "text"; a .txt is split at --separator. Each becomes <|endoftext|> and its
+tokens, in train.bin or val.bin by a hash of its text, so that a document and its copies never lie on both sides and the
+split is the same on every machine. Blank ones are left out; one of over 131,072 characters becomes several.
+
+Documents are read as a stream, encoded by several processes and appended in order: memory does not grow with the
+corpus, and the bytes do not depend on the number of processes. Stopped at any moment, the same command goes on.
+"""
+
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import zlib
+from collections import deque
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from itertools import islice
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a file from anywhere
+
+import numpy as np
+from tqdm import tqdm
+
+from configurator import configure
+from data.tokenizer import END, Tokenizer
+from data.writer import id_type, replace, write_meta
+
+# ---------------------------------------------------------------------------------------------------------------------
+input = ""  # a .jsonl or .txt file; empty = the dataset below
+hub = "Skylion007/openwebtext"  # a dataset on huggingface.co with a train split and a text column
+separator = END  # what stands between the documents of a .txt
+vocabulary = ""  # a dataset folder whose tokenizer to use; empty = GPT-2's byte pairs
+val_share = 0.0005  # of the documents
+max_documents = 0  # read that many, 0 = all
+num_proc = 0  # processes that encode, 0 = one a core; each takes some 100 MB
+folder = str(Path(__file__).resolve().parent)  # where the files go
+
+LONGEST = 2**17  # characters of a document
+PIECE = 100  # documents that a process encodes at a time
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reading.
+
+
+def hub_documents():
+    """The texts of a dataset on huggingface.co, as they arrive."""
+    try:
+        from datasets import load_dataset
+
+        yield from (row["text"] for row in load_dataset(hub, split="train", streaming=True))
+    except ImportError:
+        raise ValueError("to stream a dataset: pip install datasets; or pass --input=FILE") from None
+    except Exception as e:  # whatever that library and its network raise
+        raise ValueError(f"cannot stream {hub}: {type(e).__name__}: {e}; or pass --input=FILE") from None
+
+
+def shortened(text):
+    """The beginning of a text longer than LONGEST, to the last blank before that if there is one near; else all."""
+    return text if len(text) <= LONGEST else text[: text.rfind(" ", LONGEST // 2, LONGEST) + 1 or LONGEST]
+
+
+def jsonl_documents():
+    """The "text" of each line."""
+    with open(input, encoding="utf-8", newline="") as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                yield json.loads(line)["text"] + ""  # a string, nothing else
+            except (ValueError, KeyError, TypeError):
+                raise ValueError(f'{input} line {number} is not {{"text": "..."}}') from None
+
+
+def txt_documents():
+    """What lies between separators; where there is none for long, a part of it."""
+    rest = ""
+    with open(input, encoding="utf-8", newline="") as file:
+        while piece := file.read(LONGEST // 2):
+            *whole, rest = (rest + piece).split(separator)
+            yield from whole
+            if len(rest) > 2 * LONGEST:
+                yield (head := shortened(rest))
+                rest = rest[len(head) :]
+    yield rest
+
+
+def documents():
+    """The source's documents in its order, none blank, none longer than LONGEST."""
+    texts = hub_documents() if not input else jsonl_documents() if input.endswith(".jsonl") else txt_documents()
+    for text in islice(texts, max_documents or None):
+        while text := text.strip():
+            yield (head := shortened(text))
+            text = text[len(head) :]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Encoding, in other processes.
+
+
+def start_process(meta):
+    """Each has its tokenizer; Ctrl-C is the main process's to handle."""
+    global tokenizer
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    tokenizer = Tokenizer(meta)
+
+
+def encode(texts, val_share):
+    """The bytes of the documents' ids, for each split."""
+    ids = {"train": [], "val": []}
+    for text in texts:
+        split = "val" if zlib.crc32(text.encode(errors="replace")) < val_share * 2**32 else "train"
+        ids[split] += [tokenizer.end_id, *tokenizer.encode(text)]
+    return {split: np.array(i, id_type(tokenizer)).tobytes() for split, i in ids.items()}
+
+
+def encoded(texts, meta, processes):
+    """(number of documents, encode() of them), piece by piece in order; a few are under way, however many there are."""
+    under_way, spawn = deque(), multiprocessing.get_context("spawn")  # the same on every platform
+    with ProcessPoolExecutor(processes, spawn, initializer=start_process, initargs=(meta,)) as pool:
+        for piece in iter(lambda: list(islice(texts, PIECE)), []):
+            under_way.append((len(piece), pool.submit(encode, piece, val_share)))
+            if len(under_way) > 2 * processes:
+                count, future = under_way.popleft()
+                yield count, future.result()
+        for count, future in under_way:
+            yield count, future.result()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Writing.
+
+
+def earlier(source, parts):
+    """What an earlier run of the same source has done: documents, and bytes of each split."""
+    try:
+        found = json.loads((Path(folder) / "progress.json").read_text(encoding="utf-8"))
+        if found["source"] == source and all(part.tell() >= found[split] for split, part in parts.items()):
+            print(f"going on after {found['documents']:,} documents")
+            return found
+    except (OSError, ValueError, KeyError):
+        pass
+    return {"source": source, "documents": 0, "train": 0, "val": 0}
+
+
+def main(settings):
+    meta = json.loads((Path(vocabulary) / "meta.json").read_text()) if vocabulary else {"tokenizer": "gpt2"}
+    tokenizer, where = Tokenizer(meta), Path(folder)
+    if tokenizer.end_id is None:
+        raise ValueError(f"the tokenizer of {vocabulary} has no {END} to put between documents")
+    where.mkdir(parents=True, exist_ok=True)
+    parts = {split: open(where / f"{split}.part", "ab") for split in ("train", "val")}
+    done = earlier({name: settings[name] for name in settings if name not in ("num_proc", "folder")}, parts)
+    for split, part in parts.items():
+        part.truncate(done[split])  # a kill may have left more behind the last whole piece
+
+    texts = islice(documents(), done["documents"], None)
+    bar = tqdm(initial=done["documents"], unit=" documents", disable=None)  # None: only on a terminal
+    for count, content in encoded(texts, meta, num_proc or os.cpu_count()):
+        for split, part in parts.items():
+            part.write(content[split])
+            part.flush()
+            done[split] += len(content[split])
+        done["documents"] += count
+        replace(where / "progress.json", json.dumps(done).encode())
+        bar.update(count)
+    bar.close()
+    for split, part in parts.items():
+        part.close()
+        if not done[split]:
+            raise ValueError(f"of {done['documents']:,} documents none fell to {split}: set --val_share")
+    for split in parts:
+        os.replace(where / f"{split}.part", where / f"{split}.bin")
+    write_meta(folder, tokenizer, *(done[split] // id_type(tokenizer).itemsize for split in parts))
+    (where / "progress.json").unlink()
+
+
+if __name__ == "__main__":
+    try:
+        main(configure(globals()))
+    except BrokenProcessPool:
+        raise SystemExit("a process died, of memory? The same command goes on; --num_proc=1 needs the least") from None
+    except UnicodeDecodeError as e:
+        raise SystemExit(f"{input} is not UTF-8 text: {e}") from None
+    except ValueError as e:  # of a process, too: a word outside the vocabulary
+        raise SystemExit(e) from None
+    except OSError as e:
+        raise SystemExit(f"{e.filename or folder}: {e.strerror}") from None
