@@ -2,7 +2,9 @@
 The machine a script runs on: which device and dtype to use, whether to compile, how much memory was used.
 """
 
+import re
 import sys
+from pathlib import Path
 
 import torch
 
@@ -55,6 +57,8 @@ def peak_memory(device):
     """Bytes at most in use: of the allocator on cuda, elsewhere of the process, torch included; None on Windows."""
     if device.startswith("cuda"):
         return torch.cuda.max_memory_allocated(device)
+    if sys.platform == "linux":  # not getrusage: after a fork and exec it knows the parent's peak
+        return 1024 * int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1])
     if sys.platform == "win32":
         return None
     import resource

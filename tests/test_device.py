@@ -1,9 +1,13 @@
 """device.py on machines this one is not, by pretending."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
+from conftest import ROOT
 
-from device import choose_device, compiled
+from device import choose_device, compiled, peak_memory
 
 
 @pytest.fixture
@@ -63,3 +67,13 @@ def test_compile_is_on_where_it_pays_or_where_it_is_asked_for(monkeypatch, capsy
         assert compiled("plain", wish, device) == model
     assert compiled("plain", "auto", "cuda:1") == "compiled"
     assert capsys.readouterr().out.count("compile o") == 4
+
+
+def test_peak_memory_is_the_process_s_own():
+    """A large parent's peak is none of a child's, and what a process has freed still counts."""
+    parent = torch.ones(100_000_000)  # 400 MB
+    code = "import torch; from device import peak_memory; torch.ones(50_000_000); print(peak_memory('cpu'))"
+    child = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert peak_memory("cpu") > 4 * parent.numel()
+    if sys.platform == "linux":
+        assert 200_000_000 < int(child.stdout) < peak_memory("cpu") - 100_000_000

@@ -66,13 +66,26 @@ def test_a_run_leaves_checkpoints_a_log_and_a_summary(train):
     assert checkpoint.load("out/ckpt.pt")["step"] == 4
 
 
-def test_stem_small_and_dense_small_differ_in_stem_and_folder_only():
-    stem, dense = (runpy.run_path(str(ROOT / f"config/{name}_small.py")) for name in ("stem", "dense"))
+@pytest.mark.parametrize("data", ["small", "shakespeare", "shakespeare_char"])
+def test_twins_differ_in_stem_and_folder_only(data):
+    stem, dense = (runpy.run_path(str(ROOT / f"config/{name}_{data}.py")) for name in ("stem", "dense"))
     assert {k for k in stem.keys() | dense.keys() if k[0] != "_" and stem.get(k) != dense.get(k)} == {
         "out_dir",
         "stem_every",
     }
-    assert dense["stem_every"] == 0 < stem["stem_every"] and stem["out_dir"] == "out/stem_small"
+    assert dense["stem_every"] == 0 < stem["stem_every"] and stem["out_dir"] == f"out/stem_{data}"
+
+
+@pytest.mark.parametrize("name", sorted(p.stem for p in (ROOT / "config").glob("*.py")))
+def test_every_config_is_one(script, name):
+    """Its settings exist and agree; no data is needed for a dry run, and the twin's folder is not its own."""
+    out = script("train.py", f"config/{name}.py", "--vocab_size=300", "--dry_run=True")
+    assert f"out_dir=out/{name}," in out and ("STEM: none" in out) == name.startswith("dense")
+
+
+def test_the_1b_config_has_the_papers_counts(script):
+    out = script("train.py", "config/stem_1b.py", "--dry_run=True")
+    assert "stored 6,667,962,368" in out and "2.829 GFLOPs" in out and "twin + tables, 6,751,848,448" in out
 
 
 def test_data_without_questions_has_no_recall(script, train, tmp_path):

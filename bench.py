@@ -1,0 +1,280 @@
+"""
+How fast, and in how much memory: STEM beside its dense twin, beside torch's own parts, with and without KV cache.
+
+    python bench.py                                  # all sections, minutes on a CPU
+    python bench.py --only=training,decode --json=bench.json
+
+Contenders of a section take turns in one process, on random token ids, other ones each time; shown are the median of a
+step's milliseconds and the median over the rounds of its ratio to the first contender, since a machine's mood shifts
+from minute to minute and its ratios much less. Peak memory is that of a process of its own.
+
+    training    STEM in all layers but the first over its dense twin, beside what their FLOPs predict
+    plain       the dense twin over a model of the same matmuls in torch's own modules, below
+    embedding   training over STEM with nn.Embedding tables under torch.optim.AdamW
+    tables      fetch, lookup, its gradient and update alone, over the same and over larger vocabularies
+    decode      generating with and without KV cache, STEM over dense
+"""
+
+import multiprocessing
+import os
+import platform
+import statistics
+import time
+from json import dumps
+from pathlib import Path
+from types import SimpleNamespace
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # beside another busy process, threads that spin crawl
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from configurator import configure
+from device import choose_device, peak_memory
+from model import GPT, GPTConfig
+from stem import Plan, StemTables
+
+# ---------------------------------------------------------------------------------------------------------------------
+only = ""  # sections, as "training,decode"; empty = all
+rounds = 7  # measured turns of each contender, after one that is not
+memory_limit = 8.0  # GiB for which to tell the largest batch
+json = ""  # file to write the rows to, too
+device = "auto"  # auto (cuda, else mps, else cpu), or a torch device such as cpu or cuda:1
+dtype = "auto"  # auto, float32, bfloat16 or float16
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Contenders.
+
+
+def shape(n_embd, n_layer, vocab_size, stem_every):
+    """A GPTConfig of heads of 64 and contexts of 256."""
+    return GPTConfig(block_size=256, vocab_size=vocab_size, n_layer=n_layer, n_head=n_embd // 64, n_kv_head=0,
+                     n_embd=n_embd, d_ff=0, dropout=0.0, wte_dropout=0.0, rope_base=10000.0, tie_head=False,
+                     stem_every=stem_every, stem_first=1, stem_variant="up")
+
+
+class EmbeddingTables:
+    """Tables as torch offers them: an nn.Embedding a layer, its gradient as large as itself, AdamW over all rows."""
+
+    def __init__(self, V, S, M):
+        self.weights = [nn.Embedding(V, M, device=device).weight for _ in range(S)]
+        self.optimizer = torch.optim.AdamW(self.weights, lr=1e-3, fused=True)
+
+    def plan(self, ids):
+        return Plan(ids.unique(), ids)
+
+    def fetch(self, plan):
+        return SimpleNamespace(unbind=lambda dim: self.weights)  # as rows (V, S, M) would be
+
+    def update(self, plan, rows, lr):
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+class PlainBlock(nn.Module):
+    """The dense block in torch's own modules."""
+
+    def __init__(self, C, M, H):
+        super().__init__()
+        self.H, self.norm1, self.norm2 = H, nn.RMSNorm(C), nn.RMSNorm(C)
+        self.qkv, self.out = nn.Linear(C, 3 * C, bias=False), nn.Linear(C, C, bias=False)
+        self.gate, self.up, self.down = (nn.Linear(a, b, bias=False) for a, b in ((C, M), (C, M), (M, C)))
+
+    def forward(self, x):  # (B, T, C) -> (B, T, C)
+        B, T, C = x.shape
+        q, k, v = (t.view(B, T, self.H, -1).transpose(1, 2) for t in self.qkv(self.norm1(x)).split(C, dim=2))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).reshape(B, T, C))
+        h = self.norm2(x)
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+
+class PlainGPT(nn.Module):
+    """nanoGPT's model with the dense twin's matmuls, learnt positions, and nothing of this project."""
+
+    def __init__(self, c):
+        super().__init__()
+        self.wte, self.wpe = nn.Embedding(c.vocab_size, c.n_embd), nn.Embedding(c.block_size, c.n_embd)
+        self.blocks = nn.ModuleList(PlainBlock(c.n_embd, c.d_ff, c.n_head) for _ in range(c.n_layer))
+        self.norm, self.head = nn.RMSNorm(c.n_embd), nn.Linear(c.n_embd, c.vocab_size, bias=False)
+
+    def forward(self, ids, rows, inv, targets):
+        x = self.wte(ids) + self.wpe.weight[: ids.size(1)]
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
+
+
+
+def trained_tables(V, S, M):
+    """StemTables with every page of their memory in use, as after long training."""
+    tables = StemTables(V, S, M, 0.02, device=device)
+    tables.exp_avg.fill_(1e-3)
+    tables.exp_avg_sq.fill_(1e-6)
+    return tables
+
+
+def training_step(config, tokens, make_model=GPT, make_tables=trained_tables):
+    """A function that trains a new model for one step on that many random tokens, as train.py does."""
+    model, tables = make_model(config).to(device), make_tables(*config.table_shape)
+    model.dtype = dtype
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    random = torch.Generator().manual_seed(0)
+
+    def step():
+        ids = torch.randint(config.vocab_size, (tokens // config.block_size, config.block_size + 1), generator=random)
+        plan = tables.plan(ids[:, :-1])
+        rows = tables.fetch(plan)
+        model(ids[:, :-1].to(device), rows, plan.inv.to(device), ids[:, 1:].to(device)).backward()
+        optimizer.step()
+        tables.update(plan, rows, 1e-3)
+        optimizer.zero_grad()
+
+    return step
+
+
+def tables_step(V, make_tables=trained_tables):
+    """A function that does the tables' part of that step: 256 tokens, the same of 8,192 spread over any vocabulary."""
+    S, M = shape(384, 6, V, 1).table_shape[1:]
+    tables, random = make_tables(V, S, M), torch.Generator().manual_seed(0)
+    gradients = [torch.randn(1, 256, M, device=device) for _ in range(S)]
+
+    def step():
+        plan = tables.plan(torch.randint(8192, (1, 256), generator=random) * (V // 8192))
+        rows, inv = tables.fetch(plan), plan.inv.to(device)
+        torch.autograd.backward([F.embedding(inv, table) for table in rows.unbind(1)], gradients)
+        tables.update(plan, rows, 1e-3)
+
+    return step
+
+
+def generation(stem_every, use_cache):
+    """A function that generates up to a full context of 256 tokens."""
+    config = shape(384, 6, 8192, stem_every)
+    model, tables = GPT(config, dtype).to(device).eval(), trained_tables(*config.table_shape)
+    return lambda: list(model.generate(tables, torch.tensor([[0]]), 255, use_cache=use_cache))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Measuring.
+
+
+def take_turns(**contenders):
+    """{name: milliseconds of each round} of functions, called one after the other in every round; prints medians."""
+    times = {name: [] for name in contenders}
+    for _ in range(rounds + 1):
+        for name, run in contenders.items():
+            start = time.perf_counter()
+            run()
+            if device.startswith("cuda"):
+                torch.cuda.synchronize(device)
+            times[name].append(1000 * (time.perf_counter() - start))
+    for name, ms in times.items():
+        del ms[0]
+        report(name, statistics.median(ms), "ms", spread=[min(ms), max(ms)])
+    return times
+
+
+def ratio(times, slow, fast):
+    """How many times as fast: the median over rounds."""
+    return statistics.median(s / f for s, f in zip(times[slow], times[fast]))
+
+
+def report(what, value, unit="", goal="", **more):
+    """One line of the table and one dict of the file."""
+    results.append({"section": section, "what": what, "value": value, "unit": unit, "goal": goal} | more)
+    spread = "{:,.4g} to {:,.4g}".format(*more["spread"]) if "spread" in more else ""
+    line = f"{section:10} {what.replace('_', ' '):40} {value:10,.4g} {unit:4} {spread or goal and 'goal: ' + goal}"
+    print(line.rstrip(), flush=True)
+
+
+def peak(*args):
+    """Bytes at most in use while a process of its own takes three steps of training_step(*args)."""
+    with multiprocessing.get_context("spawn").Pool(1, set_machine, (device, dtype)) as pool:
+        return pool.apply(take_three, args)
+
+
+def set_machine(*chosen):
+    """In that process: the device and dtype."""
+    global device, dtype
+    device, dtype = chosen
+
+
+def take_three(*args):
+    step = training_step(*args)
+    for _ in range(3):
+        step()
+    return peak_memory(device)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sections.
+
+
+def training():
+    dense, full = (shape(512, 12, 8192, stem_every) for stem_every in (0, 1))
+    times = take_turns(dense=training_step(dense, 1024), stem=training_step(full, 1024))
+    with torch.device("meta"):
+        predicted = GPT(dense).flops_per_token() / GPT(full).flops_per_token()
+    report("speed-up that FLOPs predict", predicted)
+    report("speed-up", ratio(times, "dense", "stem"))
+    report("of the predicted", ratio(times, "dense", "stem") / predicted, goal="at least 0.92")
+
+
+def memory():
+    for name, stem_every in (("dense", 0), ("stem", 1)):
+        config = shape(512, 12, 8192, stem_every)
+        small, large = (peak(config, tokens) / 2**30 for tokens in (1024, 4096))
+        report(f"{name}, 1,024 tokens", small, "GiB")
+        report(f"{name}, 4,096 tokens", large, "GiB")
+        fit = 1024 + 3072 * (memory_limit - small) / (large - small)
+        report(f"{name}, fits into {memory_limit} GiB by those two", fit // 256 * 256, "tok.")
+
+
+def plain():
+    config = shape(384, 6, 8192, 0)
+    times = take_turns(plain=training_step(config, 1024, PlainGPT), dense=training_step(config, 1024))
+    report("dense over plain", ratio(times, "plain", "dense"), goal="at least 1.0")
+
+
+def embedding():
+    config = shape(384, 6, 50257, 1)
+    times = take_turns(embedding=training_step(config, 256, GPT, EmbeddingTables), stem=training_step(config, 256))
+    report("stem over nn.Embedding", ratio(times, "embedding", "stem"), goal="at least 1.8")
+    del times
+    ours, theirs = peak(config, 256), peak(config, 256, GPT, EmbeddingTables)
+    report("peak memory, nn.Embedding", theirs / 2**30, "GiB")
+    report("peak memory, stem", ours / 2**30, "GiB")
+    report("peak memory, stem over nn.Embedding", ours / theirs, goal="at most 0.85")
+
+
+def tables():
+    times = take_turns(embedding=tables_step(50257, EmbeddingTables), stem=tables_step(50257))
+    report("stem over nn.Embedding", ratio(times, "embedding", "stem"), goal="at least 10")
+    times = take_turns(V8k=tables_step(8192), V50k=tables_step(50257), V128k=tables_step(128256))
+    report("V = 8k over 50k", ratio(times, "V8k", "V50k"), goal="0.9 to 1.1")
+    report("V = 128k over 50k", ratio(times, "V128k", "V50k"), goal="0.9 to 1.1")
+
+
+def decode():
+    runs = {f"{name}_{how}": generation(stem_every, how == "cached")
+            for name, stem_every in (("dense", 0), ("stem", 1)) for how in ("uncached", "cached")}
+    times = take_turns(**runs)
+    report("KV cache over none, stem", ratio(times, "stem_uncached", "stem_cached"), goal="at least 5")
+    report("stem over dense, cached", ratio(times, "dense_cached", "stem_cached"), goal="at least 1.0")
+
+
+SECTIONS = {f.__name__: f for f in (training, memory, plain, embedding, tables, decode)}
+
+if __name__ == "__main__":
+    configure(globals(), minimum={"rounds": 1})
+    if unknown := set(only.split(",")) - {"", *SECTIONS}:
+        raise SystemExit(f"there is no section {', '.join(unknown)}; there are {', '.join(SECTIONS)}")
+    device, dtype = choose_device(device, dtype)
+    results = []
+    for section in only.split(",") if only else SECTIONS:
+        SECTIONS[section]()
+    if json:
+        machine = {"processor": platform.processor(), "threads": torch.get_num_threads(), "torch": torch.__version__}
+        Path(json).write_text(dumps({"machine": machine, "results": results}, indent=1), encoding="utf-8")
