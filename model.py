@@ -102,10 +102,10 @@ def rotary_table(config):
     return torch.stack((torch.cat((angle.cos(), angle.cos()), dim=1), torch.cat((-angle.sin(), angle.sin()), dim=1)))
 
 
-def rotate(x, cos_sin):
+def rotate(x, cos_sin):  # (B, T, H, D), (2, T, D) -> (B, T, H, D)
     """Turn the pair (x[i], x[i + D/2]) by its position's angle: the dot of two heads then depends on their distance."""
-    cos, sin = cos_sin
-    return (x * cos + x.roll(x.size(-1) // 2, dims=-1) * sin).to(x.dtype)  # the angles stay fp32
+    cos, sin = cos_sin[:, :, None]
+    return torch.addcmul(x * cos, x.roll(x.size(-1) // 2, dims=-1), sin).to(x.dtype)  # the angles stay fp32
 
 
 class KVCache:
@@ -142,12 +142,13 @@ class Attention(nn.Module):
     def forward(self, h, cos_sin, mask, cache):  # (B, T, C), (2, T, D), (T, length + T) or None -> (B, T, C)
         B, T, C = h.shape
         H, H_kv = self.heads
-        qkv = self.w_qkv(h).view(B, T, -1, self.D).transpose(1, 2)  # (B, H + 2 H_kv, T, D)
-        qk, v = qkv.split((H + H_kv, H_kv), dim=1)
-        q, k = rotate(qk, cos_sin).split((H, H_kv), dim=1)
+        qk, v = self.w_qkv(h).view(B, T, -1, self.D).split((H + H_kv, H_kv), dim=2)
+        q, k = rotate(qk, cos_sin).split((H, H_kv), dim=2)  # before the transpose: as memory lies, 8 % of a step
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, H, T, D)
         if cache is not None:
             k, v = cache.append(self.layer, k, v)
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=H != H_kv)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and T > 1,
+                                           enable_gqa=H != H_kv)
         return self.w_out(y.transpose(1, 2).reshape(B, T, C))
 
 
@@ -197,8 +198,10 @@ class GPT(nn.Module):
         T, start = ids.size(1), 0 if cache is None else cache.length
         if start + T > self.config.block_size:
             raise ValueError(f"{start + T} tokens do not fit into block_size {self.config.block_size}; crop them")
-        position = torch.arange(start + T, device=ids.device)
-        mask = None if cache is None else position <= position[start:, None]  # None: the causal kernel
+        mask = None  # one new token sees all there is, and tokens without a past have the causal kernel
+        if start and T > 1:
+            position = torch.arange(start + T, device=ids.device)
+            mask = position <= position[start:, None]
         h = self.wte(ids).to(self.dtype)  # (B, T, C)
         if self.training and self.config.wte_dropout:
             h = h * (torch.rand(h.shape[:2], device=h.device) >= self.config.wte_dropout)[..., None]
