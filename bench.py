@@ -15,6 +15,7 @@ from minute to minute and its ratios much less. Peak memory is that of a process
     decode      generating with and without KV cache, STEM over dense
 """
 
+import math
 import multiprocessing
 import os
 import platform
@@ -160,18 +161,24 @@ def generation(stem_every, use_cache):
 # Measuring.
 
 
+def time_of(run, calls=1):
+    """Milliseconds that a call takes, on the device too."""
+    start = time.perf_counter()
+    for _ in range(calls):
+        run()
+    if device.startswith("cuda"):
+        torch.cuda.synchronize(device)
+    return 1000 * (time.perf_counter() - start) / calls
+
+
 def take_turns(**contenders):
-    """{name: milliseconds of each round} of functions, called one after the other in every round; prints medians."""
-    times = {name: [] for name in contenders}
-    for _ in range(rounds + 1):
+    """{name: milliseconds a call in each round} of functions that take turns; prints medians."""
+    times = {name: [time_of(run)] for name, run in contenders.items()}
+    calls = {name: math.ceil(500 / ms.pop()) for name, ms in times.items()}  # a turn takes half a second or more
+    for _ in range(rounds):
         for name, run in contenders.items():
-            start = time.perf_counter()
-            run()
-            if device.startswith("cuda"):
-                torch.cuda.synchronize(device)
-            times[name].append(1000 * (time.perf_counter() - start))
+            times[name].append(time_of(run, calls[name]))
     for name, ms in times.items():
-        del ms[0]
         report(name, statistics.median(ms), "ms", spread=[min(ms), max(ms)])
     return times
 

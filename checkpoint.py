@@ -22,7 +22,8 @@ from stem import StemTables
 
 FORMAT = 1  # goes up when an older load() could not read the file
 MODEL_KEYS = ("model_config", "meta", "model", "tables")
-RUN_KEYS = ("settings", "optimizer", "scaler", "step", "seconds", "best_val_loss")
+RUN_KEYS = {"settings": dict, "optimizer": dict, "scaler": dict, "step": int, "seconds": float,
+            "best_val_loss": float}
 FREE = ("block_size", "dropout", "wte_dropout", "rope_base")  # of a shape: what weights do not depend on
 
 
@@ -40,7 +41,7 @@ def save(path, checkpoint):
         os.replace(temporary, path)
     except (OSError, RuntimeError) as e:  # torch reports a failed write as RuntimeError
         temporary.unlink(missing_ok=True)
-        reason = e.strerror if isinstance(e, OSError) else "is the disk full?"
+        reason = e.strerror if isinstance(e, OSError) else "perhaps the disk is full"
         raise ValueError(f"cannot write {path}: {reason}. What stood there before, if anything, still does") from e
 
 
@@ -58,12 +59,14 @@ def load(path, resume=False):
     try:
         checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         newer = checkpoint["format"] > FORMAT
+    except UnicodeEncodeError:  # torch opens the file by its name in UTF-8
+        raise ValueError(f"this locale cannot spell the path of {path.name}: set PYTHONUTF8=1") from None
     except Exception as e:  # torch.load has no error of its own: a bad file raises whatever its reader stumbles over
         raise ValueError(f"{path} is not a checkpoint of this project, or damaged ({type(e).__name__})") from None
     if newer:
         raise ValueError(f"{path} has format {checkpoint['format']}, this version reads up to {FORMAT}: update it")
     lacking = [key for key in MODEL_KEYS if not isinstance(checkpoint.get(key), dict)]
-    lacking += [key for key in RUN_KEYS if resume and checkpoint.get(key) is None]
+    lacking += [key for key, kind in RUN_KEYS.items() if resume and not isinstance(checkpoint.get(key), kind)]
     if lacking:
         raise ValueError(f"{path} lacks {', '.join(lacking)}" + "; --init_from=PATH needs only weights" * resume)
     # other tools' files may carry the prefixes of compiled and wrapped models; ours never do

@@ -8,12 +8,14 @@ flags, wherever they stand. A name that the script does not have, or a value of 
 with one line; only an int does for a float, and True or False for "auto". Numbers are not negative unless the script
 says so. Lists are strings ("1,3,5"). --help prints every setting with its default and comment.
 
-A ValueError raised in this project's own files is a message to the user and printed as one line, whenever it comes.
+A ValueError raised in this project's own files, and any OSError, is a message to the user and printed as one line,
+whenever it comes.
 """
 
 import ast
 import difflib
 import io
+import os
 import re
 import sys
 import traceback
@@ -65,7 +67,7 @@ def read_file(path, settings):
         there = ", ".join(sorted(p.stem for p in (HERE / "config").glob("*.py")))
         raise SystemExit(f"cannot read {path!r}: no such file (config/ has {there}); flags are written --name=value")
     try:
-        tree = ast.parse(file.read_text(encoding="utf-8"), str(file))
+        tree = ast.parse(file.read_text(encoding="utf-8-sig"), str(file))
         exec(compile(tree, str(file), "exec"), names)
     except Exception as e:
         raise SystemExit(f"config file {path}: {type(e).__name__}: {e}") from None
@@ -110,6 +112,10 @@ def one_line(kind, error, tb):
     file = Path(traceback.extract_tb(tb)[-1].filename).resolve()
     if issubclass(kind, KeyboardInterrupt):
         print("interrupted", file=sys.stderr)
+    elif issubclass(kind, BrokenPipeError):  # | head has read enough; what is still to be flushed goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    elif issubclass(kind, OSError) and error.strerror:  # a full disk, a file that may not be read
+        print(": ".join(str(part) for part in (error.filename, error.strerror) if part), file=sys.stderr)
     elif issubclass(kind, ValueError) and HERE in file.parents and "site-packages" not in file.parts:
         print(error, file=sys.stderr)
     else:

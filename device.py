@@ -58,7 +58,7 @@ def peak_memory(device):
     if device.startswith("cuda"):
         return torch.cuda.max_memory_allocated(device)
     if sys.platform == "linux":  # not getrusage: after a fork and exec it knows the parent's peak
-        return 1024 * int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1])
+        return 1024 * int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text(encoding="ascii"))[1])
     if sys.platform == "win32":
         return None
     import resource

@@ -281,6 +281,8 @@ class GPT(nn.Module):
             plan = tables.plan(new)
             h = self.hidden(new.to(device), tables.fetch(plan), plan.inv.to(device), cache if use_cache else None)
             logits = self.lm_head(h[:, -1]).float().cpu()[:, :vocab_size]  # the id decides the next rows, on the CPU
+            if logits.isnan().any():
+                raise ValueError("the model's logits are nan, so are weights or rows: take an earlier checkpoint")
             k = 1 if temperature == 0 else top_k
             if 0 < k < logits.size(-1):
                 values, kept = logits.topk(k)  # the k themselves: a threshold would let ties in

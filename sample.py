@@ -35,7 +35,7 @@ configure(globals())
 # ---------------------------------------------------------------------------------------------------------------------
 if start.startswith("FILE:"):
     try:
-        start = Path(start.removeprefix("FILE:")).read_text(encoding="utf-8")
+        start = Path(start.removeprefix("FILE:")).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as e:
         raise SystemExit(f"cannot read the prompt {start!r}: {e}") from None
 device, torch_dtype = choose_device(device, dtype)

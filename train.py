@@ -16,6 +16,7 @@ state of a random number generator.
 
 import copy
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -104,6 +105,7 @@ print("settings    " + (", ".join(f"{name}={value}" for name, value in asked.ite
 for wrong, why in ((min_lr > learning_rate, f"min_lr {min_lr} must be at most learning_rate {learning_rate}"),
                    (max(beta1, beta2) >= 1, f"beta1 and beta2 must be below 1, got {beta1} and {beta2}"),
                    (eval_only and not start, "eval_only needs --init_from=resume or the path of a checkpoint"),
+                   (not out_dir, "out_dir is empty: name a folder, . for this one"),
                    (compile not in ("auto", True, False), f"compile must be auto, True or False, got {compile!r}")):
     if wrong:
         raise SystemExit(why)
@@ -126,16 +128,19 @@ if dry_run:
 device, torch_dtype = choose_device(device, dtype)
 torch.manual_seed(seed)
 model = GPT(model_config, torch_dtype).to(device)
-# a seed of their own: with that of the weights, tables would repeat their numbers
-tables = StemTables(*model_config.table_shape, model_config.table_std, (beta1, beta2), device, seed + 2**32)
+# a seed of their own: with that of the weights, of which the CPU takes 32 bits, tables would repeat their numbers
+tables = StemTables(*model_config.table_shape, model_config.table_std, (beta1, beta2), device, seed + 2**31)
 optimizer = model.configure_optimizer(learning_rate, weight_decay, (beta1, beta2))
 scaler = torch.amp.GradScaler(torch.device(device).type, enabled=torch_dtype is torch.float16)  # of the loss
 step, seconds, best_val_loss = 0, 0.0, math.inf
 if start:
     checkpoint.fill(model, tables, start)
 if init_from == "resume":
-    state = copy.deepcopy(start["optimizer"]["state"])  # in memory of its own, not mapped from the file
+    state = copy.deepcopy(start["optimizer"].get("state", {}))  # in memory of its own, not mapped from the file
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+    moments = [(p, optimizer.state[p].get(name)) for p in model.parameters() for name in ("exp_avg", "exp_avg_sq")]
+    if start["step"] and any(m is None or m.shape != p.shape for p, m in moments):  # fused AdamW would not look
+        raise SystemExit("the checkpoint lacks moments of some weights; --init_from=PATH goes on with weights alone")
     if start["scaler"]:  # empty unless it was float16
         scaler.load_state_dict(start["scaler"])
     step, seconds, best_val_loss = start["step"], start["seconds"], checkpoint.load(out_dir)["best_val_loss"]
@@ -189,7 +194,7 @@ def save_and_evaluate():
     return val_loss
 
 
-def apply_gradients(plan, rows, lr):
+def apply_gradients(plan, rows, lr, loss):
     """Clip dense and row gradients by their joint norm and step both optimizers, or neither; returns the norm."""
     scale = scaler.get_scale()  # 1 unless float16
     if scaler.is_enabled():
@@ -204,11 +209,11 @@ def apply_gradients(plan, rows, lr):
         optimizer.step()
         tables.update(plan, rows, lr * stem_lr_scale)
         scaler.update()
-    elif scale > 1:  # the scaled gradients overflowed: skip the step, halve the scale
+    elif scale > 1 and math.isfinite(loss):  # the scaled gradients overflowed: skip the step, halve the scale
         scaler.update(scale * scaler.get_backoff_factor())
     else:
-        raise SystemExit(f"step {step + 1}: the gradient norm is {norm}; {out_dir} keeps what was saved before. "
-                         "Lower learning_rate, or set grad_clip")
+        raise SystemExit(f"step {step + 1}: the loss is {loss}, the gradient norm {norm}; {out_dir} keeps what was "
+                         "saved before. Lower learning_rate, or set grad_clip")
     optimizer.zero_grad(set_to_none=True)
     return norm
 
@@ -248,12 +253,13 @@ if eval_only:
     sys.exit()
 try:
     Path(out_dir).mkdir(parents=True, exist_ok=True)
-    if init_from != "resume" and (Path(out_dir) / "ckpt.pt").exists():  # a start by mistake loses nothing
-        print(f"{out_dir} held an earlier run, now in {out_dir}/earlier; --init_from=resume would have gone on with it")
-        (Path(out_dir) / "earlier").mkdir(exist_ok=True)
+    if init_from != "resume" and any((Path(out_dir) / name).exists() for name in ("ckpt.pt", "best.pt")):
+        earlier = next(p for i in itertools.count(1) if not (p := Path(out_dir) / f"earlier{i}").exists())
+        earlier.mkdir()  # of each run its own: a start by mistake loses nothing
         for name in ("ckpt.pt", "best.pt", "log.csv", "summary.json"):
             if (Path(out_dir) / name).exists():
-                os.replace(Path(out_dir) / name, Path(out_dir) / "earlier" / name)
+                os.replace(Path(out_dir) / name, earlier / name)
+        print(f"{out_dir} held an earlier run, now in {earlier}; --init_from=resume would have gone on with it")
     (Path(out_dir) / "summary.json").unlink(missing_ok=True)  # says of a run that it has finished
     log = open_log()
 except OSError as e:
@@ -265,11 +271,12 @@ for signum in (signal.SIGINT, signal.SIGTERM):
 if step >= max_iters:
     print(f"already at step {step} of max_iters {max_iters}: nothing to train, only to evaluate")
 model.train()
+first_step, earlier_seconds = step, seconds
 sequences = gradient_accumulation_steps * batch_size
 k_tokens = sequences * block_size / 1000
 val_loss = None
 bar = tqdm(total=max_iters, initial=step, unit="step", dynamic_ncols=True,
-           disable=not (sys.stdout.isatty() and sys.stderr.isatty()))
+           disable=not all(stream and stream.isatty() for stream in (sys.stdout, sys.stderr)))
 x, y = data.get_batch("train", step, sequences)
 plan = tables.plan(x)
 while step < max_iters and not interrupted:
@@ -289,9 +296,10 @@ while step < max_iters and not interrupted:
         part = forward(ids, rows, inv, targets) / gradient_accumulation_steps
         scaler.scale(part).backward()
         loss += part.detach()
-    norm, loss = apply_gradients(plan, rows, lr), loss.item()
+    loss = loss.item()
+    norm = apply_gradients(plan, rows, lr, loss)
     x, y, plan, step = next_x, next_y, next_plan, step + 1
-    ms = 1000 * (time.perf_counter() - t0)
+    ms = max(1e-3, 1000 * (time.perf_counter() - t0))  # a clock may stand still, or be set back
     seconds += ms / 1000
 
     due = step == max_iters or (eval_interval and step % eval_interval == 0)
@@ -300,7 +308,10 @@ while step < max_iters and not interrupted:
     bar.update()
     if log_interval and step % log_interval == 0:
         line = f"loss {loss:.4f}  lr {lr:.2e}  norm {norm:.3f}  {ms:.1f} ms  {1000 * k_tokens / ms:.1f} k tokens/s"
-        bar.set_postfix_str(line) if not bar.disable else print(f"step {step:6d}/{max_iters}  {line}", flush=True)
+        if bar.disable:
+            print(f"step {step:6d}/{max_iters}  {line}", flush=True)
+        bar.set_description_str(line[:12], refresh=False)  # in front, for a narrow terminal: the loss
+        bar.set_postfix_str(line[14:])
     if due:
         tqdm.write(f"step {step:6d}/{max_iters}  val loss {val_loss:.4f} nats per token, lowest {best_val_loss:.4f}")
 bar.close()
@@ -316,7 +327,7 @@ if val_loss is None:  # there was no step left to do
     val_loss = save_and_evaluate()
 shares = recall(model.eval(), tables, data.tokenizer, data.questions)
 summary = {"val_loss": val_loss, **shares, "seconds": seconds,
-           "tokens_per_second": 1000 * step * k_tokens / seconds if seconds else None,
+           "tokens_per_second": 1000 * (step - first_step) * k_tokens / max(1e-3, seconds - earlier_seconds),
            "flops_per_token": model.flops_per_token(), "parameters": model.parameters_by_role(),
            "peak_memory_bytes": peak_memory(device), "best_val_loss": best_val_loss, "steps": step, "settings": config}
 (Path(out_dir) / "summary.tmp").write_text(json.dumps(summary, indent=1), encoding="utf-8")

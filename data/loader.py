@@ -28,7 +28,7 @@ SPLITS = ("train", "val")
 def open_dataset(name, block_size, seed):
     """The Dataset in a folder of data/, or at a path. Missing facts are made: that takes seconds and no network."""
     folder = Path(__file__).resolve().parent / name
-    if not folder.is_dir() and Path(name).is_dir():
+    if Path(name).is_dir() and (Path(name).name != name or not folder.is_dir()):  # ./facts is not data/facts
         folder = Path(name)
     if name == "facts" and not (folder / "meta.json").exists():
         if subprocess.run([sys.executable, folder / "prepare.py"]).returncode:

@@ -33,7 +33,7 @@ def read_text(path, folder):
         replace(kept, download(kept))
     path = Path(path or kept)
     try:
-        text = path.read_bytes().decode("utf-8")  # newlines as they are
+        text = path.read_bytes().decode("utf-8-sig")  # newlines as they are
     except OSError as e:
         raise ValueError(f"cannot read the text {path}: {e.strerror}") from None
     except UnicodeDecodeError as e:

@@ -101,3 +101,27 @@ def test_what_is_no_checkpoint_is_refused_in_one_line(tmp_path, monkeypatch, mak
     with pytest.raises(ValueError, match=words) as e:
         checkpoint.load(tmp_path / "ckpt.pt")
     assert "\n" not in str(e.value) and not (tmp_path / "pwned.txt").exists()
+
+
+def test_two_runs_that_save_at_once_do_not_take_each_others_file(tmp_path, monkeypatch):
+    fsync = os.fsync
+
+    def meanwhile(fd):
+        monkeypatch.setattr(os, "fsync", fsync)
+        monkeypatch.setattr(os, "getpid", lambda: 7)
+        checkpoint.save(tmp_path / "ckpt.pt", some(step=2))
+
+    monkeypatch.setattr(os, "fsync", meanwhile)
+    checkpoint.save(tmp_path / "ckpt.pt", some(step=1))
+    assert checkpoint.load(tmp_path)["step"] == 1 and os.listdir(tmp_path) == ["ckpt.pt"]
+
+
+def test_weights_in_bfloat16_become_fp32_masters(tmp_path):
+    """A checkpoint of another tool; model, tables and moments compute as ever."""
+    c = some(step=1)
+    for part in ("model", "tables"):
+        c[part] = {k: v.bfloat16() if v.is_floating_point() else v for k, v in c[part].items()}
+    checkpoint.save(tmp_path / "ckpt.pt", c)
+    model, tables, _ = checkpoint.rebuild(checkpoint.load(tmp_path))
+    state = [*model.parameters(), tables.weight, tables.exp_avg, tables.exp_avg_sq]
+    assert all(t.dtype == torch.float32 for t in state)

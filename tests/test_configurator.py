@@ -1,5 +1,6 @@
 """configurator.py: what is applied, in which order, and what is refused, with which words."""
 
+import os
 import subprocess
 import sys
 
@@ -118,6 +119,10 @@ def test_a_wrong_file_stops_with_one_line(configure, text, words):
     assert all(word in str(e.value) for word in words) and "\n" not in str(e.value)
 
 
+def test_a_file_may_begin_with_a_byte_order_mark(configure):
+    assert configure("a.py", a="\ufeffsteps = 3")["steps"] == 3
+
+
 def test_help_lists_settings_defaults_and_comments(configure, capsys):
     with pytest.raises(SystemExit) as e:
         configure("--help")
@@ -152,3 +157,17 @@ def test_only_our_own_value_errors_become_one_line(tmp_path):
         )
         done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
         assert done.returncode == 1 and ("Traceback" in done.stderr) == has_traceback
+
+
+def test_a_pipe_that_closes_and_a_full_disk_leave_no_traceback(tmp_path):
+    """As in `python train.py --help | head -1`, and where log.csv cannot grow."""
+    setup = f"import sys; sys.path.insert(0, {str(ROOT)!r}); sys.argv = ['x']; import configurator; "
+    setup += "configurator.configure({'__file__': 'x'}); "
+    for line, said in (
+        ("import os; os.close(1); os.dup2(os.pipe()[1], 1); print('x' * 10**6)", ""),
+        ("print('x', file=open('/dev/full', 'w', buffering=1))", "No space left on device\n"),
+    ):
+        if "/dev/full" in line and not os.path.exists("/dev/full"):
+            pytest.skip("no /dev/full on this system")
+        done = subprocess.run([sys.executable, "-c", setup + line], capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stderr) == (1, said)

@@ -1,14 +1,17 @@
 """data/: batches, the facts and what can be wrong with a folder."""
 
+import ast
 import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 import torch
-from conftest import tiny_model
+from conftest import ROOT, tiny_model
 
 from data.loader import Dataset, recall
 from data.tokenizer import END, Tokenizer
@@ -248,3 +251,45 @@ def test_recall_of_a_real_model_is_a_share(facts):
     data = Dataset(facts, 16)
     model, tables = tiny_model(vocab_size=data.tokenizer.vocab_size)
     assert 0 <= recall(model, tables, data.tokenizer, data.questions[:100])["recall"] < 0.5
+
+
+def test_characters_need_no_tiktoken():
+    """Only GPT-2's byte pairs do, and say so."""
+    code = (
+        f"import sys; sys.path.insert(0, {str(ROOT)!r}); sys.modules['tiktoken'] = None\n"
+        "from data.tokenizer import Tokenizer\n"
+        "assert Tokenizer({'tokenizer': 'char', 'vocab': ['a']}).encode('aa') == [0, 0]\n"
+        "Tokenizer({'tokenizer': 'gpt2'})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stderr.splitlines()[-1].endswith("pip install tiktoken")
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="cannot write .*file/d.*: Not a directory") as e:
+        write_dataset(tmp_path / "file/d", Tokenizer({"tokenizer": "char", "vocab": list("abcd")}), [1, 2], [3])
+    assert "\n" not in str(e.value)
+
+
+def test_no_memory_map_outlives_its_batch(tmp_path):
+    """One that lives on keeps every page it ever read resident."""
+    write_dataset(tmp_path, Tokenizer({"tokenizer": "char", "vocab": list("abc")}), [1] * 40, [2] * 40)
+    data = Dataset(tmp_path, 8)
+    x, _ = data.get_batch("train", 0, 2)
+    assert x.untyped_storage().nbytes() == 2 * 8 * 8  # a copy of the batch, no view into the file
+    assert data.tokens("train") is not data.tokens("train")
+
+
+SCRIPTS = sorted(str(p.relative_to(ROOT)) for p in (*ROOT.glob("*.py"), *ROOT.glob("data/**/*.py")))
+
+
+@pytest.mark.parametrize("file", SCRIPTS)
+def test_every_text_file_is_opened_with_an_encoding(file):
+    """Else it is the console's, which on Windows is not UTF-8."""
+    for node in ast.walk(ast.parse((ROOT / file).read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Call):
+            name = getattr(node.func, "attr", "open" if getattr(node.func, "id", "") == "open" else "")
+            binary = any(isinstance(a, ast.Constant) and "b" in str(a.value) for a in node.args[1:2])
+            if name in ("open", "read_text", "write_text") and not binary and ast.unparse(node.func) != "os.open":
+                assert "encoding" in {k.arg for k in node.keywords}, f"{file}:{node.lineno}"

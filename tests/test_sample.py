@@ -106,3 +106,11 @@ def test_an_unknown_character_of_the_console_costs_no_crash(script, tmp_path, mo
     script("sample.py", "--device=cpu", "--out_dir=han", f"--start={letters[0]}", "--max_new_tokens=3")
     console.flush()
     assert console.buffer.getvalue().count(b"?") == 4
+
+
+def test_a_model_of_nan_says_so(script, tmp_path):
+    model, tables = tiny_model(vocab_size=3)
+    tables.weight[:] = torch.nan
+    write(tmp_path / "nan", model, tables, {"tokenizer": "word", "vocab": WORDS[:3]})
+    with pytest.raises(ValueError, match="logits are nan"):
+        script("sample.py", "--device=cpu", "--out_dir=nan", "--start=a")

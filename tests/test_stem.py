@@ -232,3 +232,15 @@ def test_a_step_neither_allocates_nor_scans_a_table():
     with Watch():
         one_step(tables, torch.randint(V, (2, 64)))
     assert not scans
+
+
+def test_small_updates_are_not_lost_in_half_precision():
+    """In bf16 1.0 - 6e-4 is 1.0. The master row moves by about lr a step."""
+    tables = StemTables(4, 1, 3, std=0)
+    tables.weight[2] = 1.0
+    for _ in range(100):
+        plan = tables.plan(torch.tensor([2]))
+        rows = tables.fetch(plan)
+        rows.bfloat16().sum().backward()
+        tables.update(plan, rows, 6e-4)
+    assert tables.weight[2].flatten().tolist() == pytest.approx([0.94] * 3, abs=1e-3)

@@ -69,7 +69,7 @@ def shortened(text):
 
 def jsonl_documents():
     """The "text" of each line."""
-    with open(input, encoding="utf-8", newline="") as lines:
+    with open(input, encoding="utf-8-sig", newline="") as lines:
         for number, line in enumerate(lines, start=1):
             try:
                 yield json.loads(line)["text"] + ""  # a string, nothing else
@@ -80,7 +80,7 @@ def jsonl_documents():
 def txt_documents():
     """What lies between separators; where there is none for long, a part of it."""
     rest = ""
-    with open(input, encoding="utf-8", newline="") as file:
+    with open(input, encoding="utf-8-sig", newline="") as file:
         while piece := file.read(LONGEST // 2):
             *whole, rest = (rest + piece).split(separator)
             yield from whole
@@ -149,7 +149,9 @@ def earlier(source, parts):
 
 
 def main(settings):
-    meta = json.loads((Path(vocabulary) / "meta.json").read_text()) if vocabulary else {"tokenizer": "gpt2"}
+    meta = {"tokenizer": "gpt2"}
+    if vocabulary:
+        meta = json.loads((Path(vocabulary) / "meta.json").read_text(encoding="utf-8"))
     tokenizer, where = Tokenizer(meta), Path(folder)
     if tokenizer.end_id is None:
         raise ValueError(f"the tokenizer of {vocabulary} has no {END} to put between documents")
