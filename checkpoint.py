@@ -18,6 +18,7 @@ import torch
 
 from data.tokenizer import Tokenizer
 from model import GPT, GPTConfig
+from offload import HostTables
 from stem import StemTables
 
 FORMAT = 1  # goes up when an older load() could not read the file
@@ -89,19 +90,19 @@ def fill(model, tables, checkpoint):
     """Load a checkpoint's weights and tables. ValueError if they are not those of the model's shape."""
     try:
         model.load_state_dict(checkpoint["model"])
-        tables.load_state_dict(checkpoint["tables"])
+        tables.load_state_dict(checkpoint["tables"], assign=True)  # on the CPU: mapped from the file, not copied
     except (RuntimeError, TypeError, AttributeError) as e:
         raise ValueError(f"the checkpoint's weights do not fit its shape ({type(e).__name__}): damaged?") from None
 
 
-def rebuild(checkpoint, device="cpu", dtype=torch.float32):
-    """A checkpoint's model, in eval mode, its tables and its tokenizer."""
+def rebuild(checkpoint, device="cpu", dtype=torch.float32, offload=False):
+    """A checkpoint's model, in eval mode, its tables (offload: in host memory) and its tokenizer."""
     try:
         config = GPTConfig(**checkpoint["model_config"])
         tokenizer = Tokenizer(checkpoint["meta"])
     except (TypeError, KeyError) as e:
         raise ValueError(f"the checkpoint's model_config or meta is not one ({type(e).__name__}): damaged?") from None
     model = GPT(config, dtype).to(device).eval()
-    tables = StemTables(*config.table_shape, std=0, device=device)
+    tables = (HostTables if offload else StemTables)(*config.table_shape, std=0, device=device)
     fill(model, tables, checkpoint)
     return model, tables, tokenizer

@@ -313,13 +313,16 @@ def print_accounting(config, batch_size, gradient_accumulation_steps):
     role, active, full = model.parameters_by_role(), model.active_parameters(), twin.active_parameters()
     flops, tokens = model.flops_per_token(), batch_size * config.block_size
     rows = min(config.vocab_size, tokens * gradient_accumulation_steps) * math.prod(config.table_shape[1:])
+    resident, offloaded = 12 * (role["tables"] + rows), 20 * rows  # with Adam; a step's rows, gradients; two lanes
     # numbers that a token keeps for the backward pass: by layer, and its logits, their softmax and gradient
     kept = config.n_layer * (8 * config.n_embd + 4 * config.d_ff) + 3 * config.vocab_size
-    memory = {"weights, gradients, Adam": 16 * active, "tables, Adam": 12 * role["tables"],
-              "a step's rows, gradients": 12 * rows, "activations, about": 4 * tokens * kept}
+    memory = {"weights, gradients, Adam": 16 * active, "activations, about": 4 * tokens * kept,
+              "tables and a step's rows": resident, "with --offload=True": offloaded}
     print(f"layers      {config.n_layer}, STEM: {', '.join(map(str, config.stem_layers)) or 'none'}")
     print("parameters  " + ", ".join(f"{name} {n:,}" for name, n in role.items()) + f"; stored {sum(role.values()):,}")
     print(f"active      {active:,} a token, {2e-9 * active:.4g} GFLOPs as the paper counts; dense twin {full:,}, "
           f"{2e-9 * full:.4g}; the paper's total is twin + tables, {full + role['tables']:,}")
     print(f"FLOPs       {flops:,} to train on a token, {flops / twin.flops_per_token():.3f} of the dense twin's")
     print("memory      " + ", ".join(f"{name} {size / 2**20:,.1f} MiB" for name, size in memory.items()))
+    if offloaded > 12 * role["tables"]:
+        print("            a step may use so many rows that with offload they need more of the device than all tables")

@@ -30,6 +30,7 @@ stop = True  # end a sample at <|endoftext|>; False goes on into the next docume
 seed = 1
 device = "auto"  # auto (cuda, else mps, else cpu), or a torch device such as cpu or cuda:1
 dtype = "auto"  # auto, float32, bfloat16 or float16
+offload = False  # tables in host memory, only the rows in use on the device
 configure(globals())
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -39,7 +40,7 @@ if start.startswith("FILE:"):
     except (OSError, UnicodeDecodeError) as e:
         raise SystemExit(f"cannot read the prompt {start!r}: {e}") from None
 device, torch_dtype = choose_device(device, dtype)
-model, tables, tokenizer = checkpoint.rebuild(checkpoint.load(out_dir), device, torch_dtype)
+model, tables, tokenizer = checkpoint.rebuild(checkpoint.load(out_dir), device, torch_dtype, offload)
 prompt = tokenizer.encode(start)
 if not prompt:  # something must come first: a document's start, or where there are no documents, a line's
     prompt = [tokenizer.end_id] if tokenizer.end_id is not None else tokenizer.encode("\n")

@@ -173,6 +173,8 @@ class StemTables:
         self.exp_avg_sq = torch.zeros_like(self.weight)
         self.count = torch.zeros(vocab_size, dtype=torch.int64)  # (V,), where the plan's ids are: on the CPU
 
+    moved = {}  # what the last step moved between host and device, for the log: nothing, rows are where they are used
+
     def plan(self, ids):
         """The rows that a batch of ids (any shape, int64, CPU) needs. Pure. ValueError for an id outside the table."""
         distinct, inv = torch.unique(ids, return_inverse=True)
@@ -196,10 +198,11 @@ class StemTables:
         return torch.linalg.vector_norm(rows.grad.flatten(1), dim=1).square().sum()
 
     def update(self, plan, rows, lr):
-        """Row-wise AdamW on the plan's rows with rows.grad. Without a backward before it, or with S = 0, nothing."""
-        if rows.grad is not None:
+        """Row-wise AdamW on the plan's rows, which uses rows.grad up. Without one, or with S = 0, nothing."""
+        grad, rows.grad = rows.grad, None
+        if grad is not None:
             adamw_rows(self.weight.flatten(1), self.exp_avg.flatten(1), self.exp_avg_sq.flatten(1), self.count,
-                       plan.ids, rows.grad.flatten(1), lr, self.betas)
+                       plan.ids, grad.flatten(1), lr, self.betas)
 
     def read(self, ids):
         """A copy of the rows of ids (n,), as (n, S, M) fp32 on the CPU."""
@@ -213,12 +216,18 @@ class StemTables:
         """weight, exp_avg, exp_avg_sq (V, S, M) and count (V,): the tensors themselves, not copies."""
         return {name: getattr(self, name) for name in ("weight", "exp_avg", "exp_avg_sq", "count")}
 
-    def load_state_dict(self, state):
-        """Take over a state_dict, from whatever mode wrote it. ValueError if it is of another shape."""
+    def load_state_dict(self, state, assign=False):
+        """Take over a state_dict, from whatever mode wrote it. ValueError if it is of another shape.
+
+        assign: where device and dtype allow, the tensors themselves: those mapped from a file need no second copy.
+        """
         for name, mine in self.state_dict().items():
             if name not in state:
                 raise ValueError(f"the checkpoint's tables have no {name}")
             if state[name].shape != mine.shape:
                 raise ValueError(f"table {name} is {tuple(state[name].shape)} in the checkpoint and "
                                  f"{tuple(mine.shape)} in this model")
-            mine.copy_(state[name])
+            if assign and (state[name].device, state[name].dtype) == (mine.device, mine.dtype):
+                setattr(self, name, state[name])
+            else:
+                mine.copy_(state[name])

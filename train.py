@@ -24,6 +24,7 @@ import re
 import signal
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # beside another busy process, threads that spin crawl
@@ -36,6 +37,7 @@ from configurator import arguments, settings_of
 from data.loader import open_dataset, recall
 from device import choose_device, compiled, peak_memory
 from model import GPT, GPTConfig, print_accounting
+from offload import HostTables
 from stem import StemTables
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -84,6 +86,7 @@ log_interval = 100  # steps between log lines, 0 = none; log.csv has every step
 # system
 device = "auto"  # auto (cuda, else mps, else cpu), or a torch device such as cpu or cuda:1
 dtype = "auto"  # auto, float32, bfloat16 or float16: of activations and matmuls, master weights are fp32
+offload = False  # tables and their optimizer state in host memory, a step's rows on the device; results are the same
 compile = "auto"  # torch.compile: auto (only on cuda), True or False
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -129,7 +132,13 @@ device, torch_dtype = choose_device(device, dtype)
 torch.manual_seed(seed)
 model = GPT(model_config, torch_dtype).to(device)
 # a seed of their own: with that of the weights, of which the CPU takes 32 bits, tables would repeat their numbers
-tables = StemTables(*model_config.table_shape, model_config.table_std, (beta1, beta2), device, seed + 2**31)
+shape_and_start = (*model_config.table_shape, 0.0 if start else model_config.table_std, (beta1, beta2), device,
+                   seed + 2**31)
+sequences = gradient_accumulation_steps * batch_size  # in a step
+if offload:
+    tables = HostTables(*shape_and_start, max_rows=sequences * block_size, dtype=torch_dtype)
+else:
+    tables = StemTables(*shape_and_start)
 optimizer = model.configure_optimizer(learning_rate, weight_decay, (beta1, beta2))
 scaler = torch.amp.GradScaler(torch.device(device).type, enabled=torch_dtype is torch.float16)  # of the loss
 step, seconds, best_val_loss = 0, 0.0, math.inf
@@ -223,9 +232,9 @@ def open_log():
     path, rows = Path(out_dir) / "log.csv", []
     if step and path.is_file():
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()  # a kill may have cut one
-        rows = [row for row in lines if re.fullmatch(r"(\d+)(,[^,]*){6}", row) and int(row.split(",")[0]) <= step]
+        rows = [row for row in lines if re.fullmatch(r"(\d+)(,[^,]*){6,}", row) and int(row.split(",")[0]) <= step]
     log = open(path, "w", buffering=1, encoding="utf-8")  # line by line, so that what a killed run did can be read
-    print("step,loss,lr,norm,ms,tokens_per_second,val_loss", *rows, sep="\n", file=log)
+    print(",".join(("step,loss,lr,norm,ms,tokens_per_second,val_loss", *tables.moved)), *rows, sep="\n", file=log)
     return log
 
 
@@ -271,8 +280,7 @@ for signum in (signal.SIGINT, signal.SIGTERM):
 if step >= max_iters:
     print(f"already at step {step} of max_iters {max_iters}: nothing to train, only to evaluate")
 model.train()
-first_step, earlier_seconds = step, seconds
-sequences = gradient_accumulation_steps * batch_size
+first_step, earlier_seconds, moved = step, seconds, Counter()
 k_tokens = sequences * block_size / 1000
 val_loss = None
 bar = tqdm(total=max_iters, initial=step, unit="step", dynamic_ncols=True,
@@ -302,9 +310,11 @@ while step < max_iters and not interrupted:
     ms = max(1e-3, 1000 * (time.perf_counter() - t0))  # a clock may stand still, or be set back
     seconds += ms / 1000
 
+    moved.update(tables.moved)
     due = step == max_iters or (eval_interval and step % eval_interval == 0)
     val_loss = save_and_evaluate() if due else None
-    print(step, loss, lr, norm, f"{ms:.3f},{1e6 * k_tokens / ms:.0f}", val_loss if due else "", sep=",", file=log)
+    print(step, loss, lr, norm, f"{ms:.3f},{1e6 * k_tokens / ms:.0f}", val_loss if due else "",
+          *(f"{x:.6g}" for x in tables.moved.values()), sep=",", file=log)
     bar.update()
     if log_interval and step % log_interval == 0:
         line = f"loss {loss:.4f}  lr {lr:.2e}  norm {norm:.3f}  {ms:.1f} ms  {1000 * k_tokens / ms:.1f} k tokens/s"
@@ -329,7 +339,10 @@ shares = recall(model.eval(), tables, data.tokenizer, data.questions)
 summary = {"val_loss": val_loss, **shares, "seconds": seconds,
            "tokens_per_second": 1000 * (step - first_step) * k_tokens / max(1e-3, seconds - earlier_seconds),
            "flops_per_token": model.flops_per_token(), "parameters": model.parameters_by_role(),
+           "moved": {name: total / max(1, step - first_step) for name, total in moved.items()},
            "peak_memory_bytes": peak_memory(device), "best_val_loss": best_val_loss, "steps": step, "settings": config}
 (Path(out_dir) / "summary.tmp").write_text(json.dumps(summary, indent=1), encoding="utf-8")
 os.replace(Path(out_dir) / "summary.tmp", Path(out_dir) / "summary.json")
+if moved:
+    print("offload     a step moved " + ", ".join(f"{name} {mean:,.4g}" for name, mean in summary["moved"].items()))
 print(f"{step} steps in {seconds:.1f} s: {describe(val_loss, shares)}")

@@ -114,3 +114,8 @@ def test_a_model_of_nan_says_so(script, tmp_path):
     write(tmp_path / "nan", model, tables, {"tokenizer": "word", "vocab": WORDS[:3]})
     with pytest.raises(ValueError, match="logits are nan"):
         script("sample.py", "--device=cpu", "--out_dir=nan", "--start=a")
+
+
+def test_offloaded_tables_sample_the_same_text(sample):
+    args = ("--start=a", "--stop=False", "--max_new_tokens=40")
+    assert sample(*args, "--offload=True") == sample(*args)

@@ -114,6 +114,32 @@ def test_data_without_questions_has_no_recall(script, train, tmp_path):
     )
 
 
+@pytest.mark.parametrize("flags", [[], ["--gradient_accumulation_steps=3", "--grad_clip=0.5"], ["--stem_every=0"]])
+def test_offloaded_training_equals_resident_training_bitwise(train, flags):
+    """Losses, val losses, recall and every number of the checkpoint, moments and counts too."""
+    train("--out_dir=resident", "--max_iters=6", *flags)
+    out = train("--out_dir=offloaded", "--max_iters=6", "--offload=True", *flags)
+    a, b = (checkpoint.load(name) for name in ("resident", "offloaded"))
+    for part in ("model", "tables"):
+        assert all(torch.equal(t, b[part][name]) for name, t in a[part].items())
+    for x, y in zip(log("resident"), log("offloaded")):
+        assert all(x[name] == y[name] for name in ("loss", "norm", "lr", "val_loss"))
+        assert int(y["rows"]) == int(y["early"]) + int(y["late"]) and "rows" not in x
+    assert summary("resident")["recall"] == summary("offloaded")["recall"] and "offload     a step moved rows" in out
+
+
+def test_a_resume_may_change_where_tables_are(train, script):
+    """Two steps, then two more in the other mode, and back: the uninterrupted run to the last bit."""
+    train("--out_dir=whole", "--max_iters=6")
+    whole = checkpoint.load("whole/ckpt.pt")
+    train("--out_dir=parts", "--max_iters=2", "--lr_decay_iters=6", "--offload=True")
+    for steps, offload in ((4, False), (6, True)):
+        script("train.py", "--init_from=resume", "--out_dir=parts", f"--max_iters={steps}", f"--offload={offload}")
+    parts = checkpoint.load("parts/ckpt.pt")
+    assert all(torch.equal(t, parts["tables"][name]) for name, t in whole["tables"].items())
+    assert [r["loss"] for r in log("parts")] == [r["loss"] for r in log("whole")]
+
+
 def test_the_dense_twin_runs_through_the_same_loop(train):
     train("--stem_every=0")
     assert summary()["parameters"]["tables"] == 0 and checkpoint.load("out")["tables"]["weight"].numel() == 0
@@ -570,7 +596,7 @@ def test_dry_run_accounts_for_a_model_too_large_to_build(script):
         "--block_size=2048",
     )
     assert "STEM: 2, 5, 8, 11, 14" in out and "1,414,596,608 a token, 2.829 GFLOPs" in out and "2.997" in out
-    assert "stored 6,667,962,368" in out and "6,751,848,448" in out and "tables, Adam 60,120.0 MiB" in out
+    assert "stored 6,667,962,368" in out and "6,751,848,448" in out and "with --offload=True 100,200.0 MiB" in out
     assert not os.listdir(".")
 
 
