@@ -4,7 +4,7 @@ How fast, and in how much memory: STEM beside its dense twin, beside torch's own
     python bench.py                                  # all sections, minutes on a CPU
     python bench.py --only=training,decode --json=bench.json
 
-Contenders of a section take turns in one process, on random token ids, other ones each time; shown are the median of a
+Contenders of a section take turns in one process, on random ids as frequent as words are; shown are the median of a
 step's milliseconds and the median over the rounds of its ratio to the first contender, since a machine's mood shifts
 from minute to minute and its ratios much less. Peak memory is that of a process of its own.
 
@@ -13,8 +13,10 @@ from minute to minute and its ratios much less. Peak memory is that of a process
     embedding   training over STEM with nn.Embedding tables under torch.optim.AdamW
     tables      fetch, lookup, its gradient and update alone, over the same and over larger vocabularies
     decode      generating with and without KV cache, STEM over dense
+    offload     training and generating with tables in host memory over resident, on real text and on uniform ids
 """
 
+import functools
 import math
 import multiprocessing
 import os
@@ -32,8 +34,10 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from configurator import configure
+from data.loader import open_dataset
 from device import choose_device, peak_memory
 from model import GPT, GPTConfig
+from offload import HostTables
 from stem import Plan, StemTables
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -64,6 +68,9 @@ class EmbeddingTables:
 
     def plan(self, ids):
         return Plan(ids.unique(), ids)
+
+    def prefetch(self, plan):
+        pass
 
     def fetch(self, plan):
         return SimpleNamespace(unbind=lambda dim: self.weights)  # as rows (V, S, M) would be
@@ -116,23 +123,61 @@ def trained_tables(V, S, M):
     return tables
 
 
-def training_step(config, tokens, make_model=GPT, make_tables=trained_tables):
-    """A function that trains a new model for one step on that many random tokens, as train.py does."""
-    model, tables = make_model(config).to(device), make_tables(*config.table_shape)
+def host_tables(V, S, M):
+    """The same tables in host memory."""
+    tables = HostTables(V, S, M, 0.0, device=device, max_rows=2048, dtype=dtype)
+    tables.load_state_dict(StemTables.state_dict(trained_tables(V, S, M)))
+    return tables
+
+
+def uniform_batch(config, n, step):
+    """n sequences of uniformly drawn ids, which touch the most rows there can be, and their targets."""
+    random = torch.Generator().manual_seed(step)
+    ids = torch.randint(config.vocab_size, (n, config.block_size + 1), generator=random)
+    return ids[:, :-1], ids[:, 1:]
+
+
+def zipf_batch(config, n, step):
+    """The same of ids that are as frequent as words are: the r-th in proportion to 1 / (r + 2.7)."""
+    random = torch.Generator().manual_seed(step)
+    weights = 1 / (torch.arange(config.vocab_size) + 3.7)
+    ids = torch.multinomial(weights, n * (config.block_size + 1), replacement=True, generator=random).view(n, -1)
+    return ids[:, :-1], ids[:, 1:]
+
+
+def text_batch(config, n, step):
+    """n sequences of Shakespeare's plays in GPT-2's byte pairs."""
+    return shakespeare(config.block_size).get_batch("train", step, n)
+
+
+@functools.cache
+def shakespeare(block_size):
+    """Read once."""
+    return open_dataset("shakespeare", block_size, 0)
+
+
+def training_step(config, tokens, make_model=GPT, make_tables=trained_tables, batch=zipf_batch):
+    """A function that trains a new model for a step on that many tokens, as train.py does; the next step's tables."""
+    model, tables, step = make_model(config).to(device), make_tables(*config.table_shape), 0
     model.dtype = dtype
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    random = torch.Generator().manual_seed(0)
+    x, y = batch(config, tokens // config.block_size, 0)
+    plan = tables.plan(x)
 
-    def step():
-        ids = torch.randint(config.vocab_size, (tokens // config.block_size, config.block_size + 1), generator=random)
-        plan = tables.plan(ids[:, :-1])
-        rows = tables.fetch(plan)
-        model(ids[:, :-1].to(device), rows, plan.inv.to(device), ids[:, 1:].to(device)).backward()
+    def train():
+        nonlocal x, y, plan, step
+        rows, step = tables.fetch(plan), step + 1
+        next_x, next_y = batch(config, len(x), step)
+        next_plan = tables.plan(next_x)
+        tables.prefetch(next_plan)
+        model(x.to(device), rows, plan.inv.to(device), y.to(device)).backward()
         optimizer.step()
         tables.update(plan, rows, 1e-3)
         optimizer.zero_grad()
+        x, y, plan = next_x, next_y, next_plan
+        return tables, rows
 
-    return step
+    return train
 
 
 def tables_step(V, make_tables=trained_tables):
@@ -150,11 +195,11 @@ def tables_step(V, make_tables=trained_tables):
     return step
 
 
-def generation(stem_every, use_cache):
-    """A function that generates up to a full context of 256 tokens."""
+def generation(stem_every, use_cache=True, make_tables=trained_tables, n=1):
+    """A function that generates n sequences up to a full context of 256 tokens."""
     config = shape(384, 6, 8192, stem_every)
-    model, tables = GPT(config, dtype).to(device).eval(), trained_tables(*config.table_shape)
-    return lambda: list(model.generate(tables, torch.tensor([[0]]), 255, use_cache=use_cache))
+    model, tables = GPT(config, dtype).to(device).eval(), make_tables(*config.table_shape)
+    return lambda: list(model.generate(tables, torch.zeros(n, 1, dtype=torch.int64), 255, use_cache=use_cache))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -272,7 +317,42 @@ def decode():
     report("stem over dense, cached", ratio(times, "dense_cached", "stem_cached"), goal="at least 1.0")
 
 
-SECTIONS = {f.__name__: f for f in (training, memory, plain, embedding, tables, decode)}
+def offload():
+    config = shape(384, 6, 50257, 3)
+    for name, batch in (("text", text_batch), ("uniform ids", uniform_batch)):
+        kinds = {"resident": trained_tables, "offloaded": host_tables}
+        runs = {kind: training_step(config, 2048, GPT, make, batch) for kind, make in kinds.items()}
+        times = take_turns(**runs)
+        report(f"{name}: offloaded over resident, ms", 1 / ratio(times, "resident", "offloaded"), goal="at most 1.10")
+        tables, rows = runs["offloaded"]()
+        moved, R = tables.moved, rows[0].numel()
+        assert moved["bytes_up"] == rows.size(0) * R * dtype.itemsize, "not the formula's bytes up"
+        assert moved["bytes_down"] == rows.size(0) * R * 4, "not the formula's bytes down"
+        for what in ("rows", "early"):
+            report(f"{name}: {what} of 2,048 tokens", moved[what])
+        report(f"{name}: up and down a step", (moved["bytes_up"] + moved["bytes_down"]) / 2**20, "MiB")
+        report(f"{name}: fetch waited", moved["host_stall_ms"], "ms")
+        if device.startswith("cuda"):
+            report(f"{name}: the device waited", moved["device_stall_ms"], "ms")
+            share = moved["device_stall_ms"] / statistics.median(times["offloaded"])
+            report(f"{name}: of a step", share, goal="below 0.05")
+    for n in (1, 8):
+        times = take_turns(resident=generation(3, n=n), offloaded=generation(3, make_tables=host_tables, n=n))
+        report(f"decoding {n}: offloaded over resident, ms", 1 / ratio(times, "resident", "offloaded"))
+    if device.startswith("cuda"):
+        pinned_copy()
+
+
+def pinned_copy():
+    """What the machine's link can do, beside the offloaded steps' bytes over their time."""
+    host, there = torch.empty(2**26, pin_memory=True), torch.empty(2**26, device=device)
+    ways = {"up": (there, host), "down": (host, there)}
+    times = take_turns(**{way: lambda to=to, of=of: to.copy_(of, non_blocking=True) for way, (to, of) in ways.items()})
+    for way, ms in times.items():
+        report(f"pinned copy {way}", 2**28 / 1e6 / statistics.median(ms), "GB/s")
+
+
+SECTIONS = {f.__name__: f for f in (training, memory, plain, embedding, tables, decode, offload)}
 
 if __name__ == "__main__":
     configure(globals(), minimum={"rounds": 1})

@@ -60,6 +60,8 @@ def load(path, resume=False):
     try:
         checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         newer = checkpoint["format"] > FORMAT
+    except PermissionError as e:
+        raise ValueError(f"cannot read {path}: {e.strerror}") from None
     except UnicodeEncodeError:  # torch opens the file by its name in UTF-8
         raise ValueError(f"this locale cannot spell the path of {path.name}: set PYTHONUTF8=1") from None
     except Exception as e:  # torch.load has no error of its own: a bad file raises whatever its reader stumbles over

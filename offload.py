@@ -44,13 +44,15 @@ def pinned(rows, R, dtype):
 class Lane:
     """A way to the device for one plan's rows: a staging area on the host, a buffer on the device, the copy between.
 
-    The worker loads, the main thread unloads when it has joined that job. On the CPU stage and buffer are one.
+    The worker loads, the main thread unloads when it has joined that job. On the CPU stage and buffer are one; without
+    a stream (mps) copies wait.
     """
 
     def __init__(self, max_rows, R, dtype, device, stream):
-        self.stream = stream  # None on the CPU
-        self.buffer = torch.empty(max_rows, R, dtype=dtype, device=device)
-        self.stage = pinned(max_rows, R, dtype) if stream else self.buffer
+        self.stream = stream
+        self.buffer = self.stage = torch.empty(max_rows, R, dtype=dtype, device=device)
+        if device.type != "cpu":
+            self.stage = pinned(max_rows, R, dtype) if stream else torch.empty(max_rows, R, dtype=dtype)
         self.copied, self.free = (torch.cuda.Event(), torch.cuda.Event()) if stream else (None, None)
 
     def load(self, table, ids):
@@ -67,6 +69,8 @@ class Lane:
                 self.stream.wait_event(self.free)  # the compute stream may still read the buffer
                 buffer.copy_(stage, non_blocking=True)
                 self.copied.record()
+        elif stage.device != buffer.device:
+            buffer.copy_(stage)
 
     def unload(self, rows, where):
         """Put what was loaded into rows (U, R) at positions where (n,)."""
@@ -104,10 +108,11 @@ class HostTables:
     def __init__(self, vocab_size, n_stem, d_ff, std, betas=(0.9, 0.95), device="cpu", seed=0, max_rows=0,
                  dtype=torch.float32):
         self.host = StemTables(vocab_size, n_stem, d_ff, std, betas, "cpu", seed)
-        self.device, self.max_rows = torch.device(device), min(max_rows, vocab_size)
+        self.device = torch.empty(0, device=device).device  # with its index, which another thread needs
+        self.max_rows = min(max_rows, vocab_size)
         cuda, R = self.device.type == "cuda", n_stem * d_ff
-        self.h2d, self.d2h = (torch.cuda.Stream(device), torch.cuda.Stream(device)) if cuda else (None, None)
-        self.early, self.late = (Lane(self.max_rows, R, dtype, device, self.h2d) for _ in range(2))
+        self.h2d, self.d2h = (torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)) if cuda else (None, None)
+        self.early, self.late = (Lane(self.max_rows, R, dtype, self.device, self.h2d) for _ in range(2))
         self.grads = pinned(self.max_rows, R, torch.float32) if cuda else None
         self.worker = ThreadPoolExecutor(1, "tables", start_worker, (self.device,))  # ends when the tables go
         self.jobs = deque()  # those not joined yet, in order
@@ -142,11 +147,13 @@ class HostTables:
         if ready:
             with torch.cuda.stream(self.d2h):
                 self.d2h.wait_event(ready)  # the gradient may still be computed
-                grad = self.grads[: len(ids)].copy_(grad, non_blocking=True)  # the job's argument outlives the copy
-                self.d2h.synchronize()  # which may still be on its way
+                if len(ids) <= self.max_rows:
+                    there = self.grads[: len(ids)].copy_(grad, non_blocking=True)
+                    self.d2h.synchronize()  # the copy may still be on its way; till then `grad` must live
+                    grad = there
         host = self.host
-        adamw_rows(host.weight.flatten(1), host.exp_avg.flatten(1), host.exp_avg_sq.flatten(1), host.count, ids, grad,
-                   lr, host.betas)
+        adamw_rows(host.weight.flatten(1), host.exp_avg.flatten(1), host.exp_avg_sq.flatten(1), host.count, ids,
+                   grad.cpu(), lr, host.betas)
 
     def _count(self, plan, n_late, start):
         """Note what the rows of a step cost; on a GPU the wait is known when the step is over."""

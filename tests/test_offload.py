@@ -99,6 +99,31 @@ def test_a_slow_worker_changes_nothing(monkeypatch):
     assert equal_state(resident, offloaded)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
+@pytest.mark.parametrize("slow", ["h2d", "d2h", "compute"])
+def test_slow_streams_change_nothing(monkeypatch, slow):
+    """Whichever stream is late, none may read what another has not written, or write what it still reads."""
+    resident, offloaded = pair("cuda")
+    load, adamw, reduce = offload.Lane.load, HostTables._adamw, StemTables.reduce
+
+    def after_a_nap(job, stream):
+        def run(*args):
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(10**7)
+            return job(*args)
+
+        return run
+
+    if slow == "h2d":
+        monkeypatch.setattr(offload.Lane, "load", after_a_nap(load, offloaded.h2d))
+    elif slow == "d2h":
+        monkeypatch.setattr(HostTables, "_adamw", after_a_nap(adamw, offloaded.d2h))
+    else:
+        monkeypatch.setattr(HostTables, "reduce", after_a_nap(reduce, torch.cuda.current_stream()))
+    assert same(train_steps(resident, overlapping()), train_steps(offloaded, overlapping()))
+    assert equal_state(resident, offloaded)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("seed", range(12))
 def test_any_sequence_of_calls_equals_resident_tables(seed, device):
