@@ -119,7 +119,7 @@ class HostTables:
         self.running = None  # the plan whose update is to come
         self.ahead = None  # the one that was prefetched
         self.wait = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if cuda else None  # of a fetch
-        self.moved = dict.fromkeys(("rows", "early", "late", "bytes_up", "bytes_down", "host_stall_ms",
+        self.moved = dict.fromkeys(("rows", "early", "late", "bytes_up", "bytes_down", "device_bytes", "host_stall_ms",
                                     "device_stall_ms"), 0)  # in the last step
 
     # -----------------------------------------------------------------------------------------------------------------
@@ -161,8 +161,9 @@ class HostTables:
             self.wait[1].record()
         U, number = len(plan.ids), self.host.weight[0].numel()
         up, down = U * number * self.early.buffer.itemsize, U * number * 4  # rows, their gradients
+        held = 2 * self.early.buffer.nbytes + 3 * down  # lanes; leaf, gradient, what unbind's backward stacks
         self.moved |= {"rows": U, "early": U - n_late, "late": n_late, "bytes_up": up, "bytes_down": down,
-                       "host_stall_ms": 1000 * (time.perf_counter() - start)}
+                       "device_bytes": held, "host_stall_ms": 1000 * (time.perf_counter() - start)}
 
     # -----------------------------------------------------------------------------------------------------------------
     # The verbs.

@@ -344,5 +344,6 @@ summary = {"val_loss": val_loss, **shares, "seconds": seconds,
 (Path(out_dir) / "summary.tmp").write_text(json.dumps(summary, indent=1), encoding="utf-8")
 os.replace(Path(out_dir) / "summary.tmp", Path(out_dir) / "summary.json")
 if moved:
-    print("offload     a step moved " + ", ".join(f"{name} {mean:,.4g}" for name, mean in summary["moved"].items()))
+    print("offload     a step: " + ", ".join(f"{name} {mean:,.4g}" for name, mean in summary["moved"].items())
+          + f"; resident tables hold {12 * math.prod(model_config.table_shape):,.4g} device bytes")
 print(f"{step} steps in {seconds:.1f} s: {describe(val_loss, shares)}")

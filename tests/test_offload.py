@@ -239,6 +239,7 @@ def test_bytes_and_rows_are_counted():
     moved = tables.moved
     assert (moved["rows"], moved["early"], moved["late"]) == (2, 1, 1)
     assert moved["bytes_up"] == moved["bytes_down"] == 2 * S * M * 4 and moved["host_stall_ms"] > 0
+    assert moved["device_bytes"] == 2 * 32 * S * M * 4 + 12 * 2 * S * M  # two lanes of max_rows; the step's rows
 
 
 # ---------------------------------------------------------------------------------------------------------------------

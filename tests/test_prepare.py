@@ -176,6 +176,18 @@ def test_a_stopped_preparation_goes_on_and_gives_the_same_bytes(tmp_path, words)
         assert (tmp_path / "stopped" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
+def test_two_at_once_do_not_mix(tmp_path, words):
+    fcntl = pytest.importorskip("fcntl")
+    write_jsonl(tmp_path / "a.jsonl", texts(10))
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "progress.json").write_text("[]")  # damaged: begin anew
+    args = ("--input=a.jsonl", "--vocabulary=words", "--val_share=0.5", "--num_proc=1", "--folder=d")
+    with open(tmp_path / "d" / "train.part", "ab") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        assert prepare(tmp_path, *args).stderr == "another process is writing into d: wait for it, or set --folder\n"
+    assert prepare(tmp_path, *args).returncode == 0
+
+
 def test_memory_does_not_grow_with_the_corpus(tmp_path, words):
     """4 MB of one document and 80 MB: the peak of the largest process hardly differs."""
     def peak(copies):

@@ -143,7 +143,7 @@ def earlier(source, parts):
         if found["source"] == source and all(part.tell() >= found[split] for split, part in parts.items()):
             print(f"going on after {found['documents']:,} documents")
             return found
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError):
         pass
     return {"source": source, "documents": 0, "train": 0, "val": 0}
 
@@ -157,6 +157,13 @@ def main(settings):
         raise ValueError(f"the tokenizer of {vocabulary} has no {END} to put between documents")
     where.mkdir(parents=True, exist_ok=True)
     parts = {split: open(where / f"{split}.part", "ab") for split in ("train", "val")}
+    if sys.platform != "win32":  # two at once would mix their documents; a lock ends with its process
+        import fcntl
+
+        try:
+            fcntl.flock(parts["train"], fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"another process is writing into {folder}: wait for it, or set --folder") from None
     done = earlier({name: settings[name] for name in settings if name not in ("num_proc", "folder")}, parts)
     for split, part in parts.items():
         part.truncate(done[split])  # a kill may have left more behind the last whole piece
