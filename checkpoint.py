@@ -105,6 +105,6 @@ def rebuild(checkpoint, device="cpu", dtype=torch.float32, offload=False):
     except (TypeError, KeyError) as e:
         raise ValueError(f"the checkpoint's model_config or meta is not one ({type(e).__name__}): damaged?") from None
     model = GPT(config, dtype).to(device).eval()
-    tables = (HostTables if offload else StemTables)(*config.table_shape, std=0, device=device)
+    tables = (HostTables if offload else StemTables)(*config.table_shape, std=None, device=device)
     fill(model, tables, checkpoint)
     return model, tables, tokenizer

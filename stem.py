@@ -159,18 +159,19 @@ class StemTables:
     them, and .to(), weight decay or DDP would take hold of the largest thing there is. S = 0 is a dense model: every
     verb works and does nothing.
 
-    vocab_size, n_stem, d_ff: V, S, M. std: scale of the initial rows, 0 = zeros to load over. seed: the rows are a
+    vocab_size, n_stem, d_ff: V, S, M. std: scale of the initial rows; None = memory to load over. seed: the rows are a
     function of it, whatever the device. Holds 12 bytes a number: weight, exp_avg, exp_avg_sq.
     """
 
     def __init__(self, vocab_size, n_stem, d_ff, std, betas=(0.9, 0.95), device="cpu", seed=0):
         self.betas = betas
-        self.weight = torch.zeros(vocab_size, n_stem, d_ff, device=device)  # (V, S, M)
+        make = torch.zeros if std is not None else torch.empty  # which touches no memory
+        self.weight = make(vocab_size, n_stem, d_ff, device=device)  # (V, S, M)
         generator = torch.Generator().manual_seed(seed)
         for rows in self.weight.split(1024) if std else ():  # in pieces: no second copy of a large table on the CPU
             rows.copy_(torch.randn(rows.shape, generator=generator).mul_(std))
-        self.exp_avg = torch.zeros_like(self.weight)
-        self.exp_avg_sq = torch.zeros_like(self.weight)
+        self.exp_avg = make(vocab_size, n_stem, d_ff, device=device)
+        self.exp_avg_sq = make(vocab_size, n_stem, d_ff, device=device)
         self.count = torch.zeros(vocab_size, dtype=torch.int64)  # (V,), where the plan's ids are: on the CPU
 
     moved = {}  # what the last step moved between host and device, for the log: nothing, rows are where they are used

@@ -132,7 +132,7 @@ device, torch_dtype = choose_device(device, dtype)
 torch.manual_seed(seed)
 model = GPT(model_config, torch_dtype).to(device)
 # a seed of their own: with that of the weights, of which the CPU takes 32 bits, tables would repeat their numbers
-shape_and_start = (*model_config.table_shape, 0.0 if start else model_config.table_std, (beta1, beta2), device,
+shape_and_start = (*model_config.table_shape, None if start else model_config.table_std, (beta1, beta2), device,
                    seed + 2**31)
 sequences = gradient_accumulation_steps * batch_size  # in a step
 if offload:

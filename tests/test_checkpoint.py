@@ -125,3 +125,12 @@ def test_weights_in_bfloat16_become_fp32_masters(tmp_path):
     model, tables, _ = checkpoint.rebuild(checkpoint.load(tmp_path))
     state = [*model.parameters(), tables.weight, tables.exp_avg, tables.exp_avg_sq]
     assert all(t.dtype == torch.float32 for t in state)
+
+
+def test_tables_are_mapped_from_the_file_not_copied(tmp_path):
+    """Otherwise a table near the size of memory could not be opened; nor is there memory made only to be replaced."""
+    checkpoint.save(tmp_path / "best.pt", some())
+    for offload in (False, True):
+        c = checkpoint.load(tmp_path)
+        tables = checkpoint.rebuild(c, offload=offload)[1]
+        assert tables.state_dict()["weight"].data_ptr() == c["tables"]["weight"].data_ptr()
