@@ -12,6 +12,7 @@ whatever mode wrote it); step (optimizer steps done); seconds of training; best_
 """
 
 import os
+import sys
 from pathlib import Path
 
 import torch
@@ -92,7 +93,8 @@ def fill(model, tables, checkpoint):
     """Load a checkpoint's weights and tables. ValueError if they are not those of the model's shape."""
     try:
         model.load_state_dict(checkpoint["model"])
-        tables.load_state_dict(checkpoint["tables"], assign=True)  # on the CPU: mapped from the file, not copied
+        # on the CPU mapped from the file, not copied; but Windows cannot replace a file that is mapped
+        tables.load_state_dict(checkpoint["tables"], assign=sys.platform != "win32")
     except (RuntimeError, TypeError, AttributeError) as e:
         raise ValueError(f"the checkpoint's weights do not fit its shape ({type(e).__name__}): damaged?") from None
 
