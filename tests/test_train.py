@@ -604,7 +604,8 @@ def test_dry_run_accounts_for_a_model_too_large_to_build(script):
         "--block_size=2048",
     )
     assert "STEM: 2, 5, 8, 11, 14" in out and "1,414,596,608 a token, 2.829 GFLOPs" in out and "2.997" in out
-    assert "stored 6,667,962,368" in out and "6,751,848,448" in out and "with --offload=True 100,200.0 MiB" in out
+    assert "stored 6,667,962,368" in out and "6,751,848,448" in out and "rows 67,800.0 MiB" in out
+    assert "with --offload=True 12,800.0 MiB" in out
     assert not os.listdir(".")
 
 
