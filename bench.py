@@ -13,7 +13,8 @@ from minute to minute and its ratios much less. Peak memory is that of a process
     embedding   training over STEM with nn.Embedding tables under torch.optim.AdamW
     tables      fetch, lookup, its gradient and update alone, over the same and over larger vocabularies
     decode      generating with and without KV cache, STEM over dense
-    offload     training and generating with tables in host memory over resident, on real text and on uniform ids
+    offload     training and generating with tables in host memory over resident, on real text and on uniform ids;
+                needs data/shakespeare/prepare.py to have run
 """
 
 import functools
@@ -359,8 +360,10 @@ if __name__ == "__main__":
     if unknown := set(only.split(",")) - {"", *SECTIONS}:
         raise SystemExit(f"there is no section {', '.join(unknown)}; there are {', '.join(SECTIONS)}")
     device, dtype = choose_device(device, dtype)
-    results = []
-    for section in only.split(",") if only else SECTIONS:
+    results, sections = [], only.split(",") if only else SECTIONS
+    if "offload" in sections:
+        shakespeare(256)  # that the text is missing is said now, not after minutes
+    for section in sections:
         SECTIONS[section]()
     if json:
         machine = {"processor": platform.processor(), "threads": torch.get_num_threads(), "torch": torch.__version__}

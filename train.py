@@ -234,7 +234,9 @@ def open_log():
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()  # a kill may have cut one
         rows = [row for row in lines if re.fullmatch(r"(\d+)(,[^,]*){6,}", row) and int(row.split(",")[0]) <= step]
     log = open(path, "w", buffering=1, encoding="utf-8")  # line by line, so that what a killed run did can be read
-    print(",".join(("step,loss,lr,norm,ms,tokens_per_second,val_loss", *tables.moved)), *rows, sep="\n", file=log)
+    columns = ("step", "loss", "lr", "norm", "ms", "tokens_per_second", "val_loss", *tables.moved)
+    rows = [(row + "," * len(columns)).split(",")[: len(columns)] for row in rows]  # a resume may change --offload
+    print(*(",".join(row) for row in (columns, *rows)), sep="\n", file=log)
     return log
 
 

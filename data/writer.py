@@ -99,6 +99,8 @@ def write_meta(folder, tokenizer, train_tokens, val_tokens, questions=None):
 
 def write_dataset(folder, tokenizer, train, val, questions=None):
     """Write two splits (sequences of ids) and what describes them."""
+    if not str(folder):
+        raise ValueError("folder is empty: name one, . for this one")
     for name, ids in (("train.bin", train), ("val.bin", val)):
         replace(Path(folder) / name, np.asarray(ids, id_type(tokenizer)).tobytes())
     write_meta(folder, tokenizer, len(train), len(val), questions)

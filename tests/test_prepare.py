@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import re
+import select
 import subprocess
 import sys
 import threading
@@ -157,23 +158,53 @@ def test_documents_are_split_by_their_text_and_none_is_lost(tmp_path, words):
 
 def test_a_stopped_preparation_goes_on_and_gives_the_same_bytes(tmp_path, words):
     """It stops at a bad line, with pieces done; a kill may leave more behind the last one than was recorded."""
-    write_jsonl(tmp_path / "whole.jsonl", texts())
-    args = ("--vocabulary=words", "--val_share=0.1", "--num_proc=1", "--input=a.jsonl", "--folder=stopped")
-    assert prepare(tmp_path, *args[:-2], "--input=whole.jsonl", "--folder=whole").returncode == 0
     write_jsonl(tmp_path / "a.jsonl", texts())
-    lines = (tmp_path / "a.jsonl").read_text().splitlines(keepends=True)
-    (tmp_path / "a.jsonl").write_text("".join([*lines[:700], '{"title": "x"}\n', *lines[700:]]))
+    args = ("--vocabulary=words", "--val_share=0.1", "--num_proc=1", "--input=a.jsonl", "--folder=stopped")
+    assert prepare(tmp_path, *args[:-1], "--folder=whole").returncode == 0
+    good, time = (tmp_path / "a.jsonl").read_bytes(), (tmp_path / "a.jsonl").stat().st_mtime_ns
+    lines = good.splitlines(keepends=True)
+    lines[700] = lines[700].replace(b'"text"', b'"tixt"')
+
+    def write(content):  # as if it had not been touched: a file that has is another, and begun anew
+        (tmp_path / "a.jsonl").write_bytes(content)
+        os.utime(tmp_path / "a.jsonl", ns=(time, time))
+
+    write(b"".join(lines))
     stopped = prepare(tmp_path, *args)
     assert stopped.returncode == 1 and stopped.stderr == 'a.jsonl line 701 is not {"text": "..."}\n'
     documents = json.loads((tmp_path / "stopped" / "progress.json").read_text())["documents"]
     assert 0 < documents < 700 and not (tmp_path / "stopped" / "meta.json").exists()
     with open(tmp_path / "stopped" / "train.part", "ab") as part:
         part.write(b"half a piece")
-    (tmp_path / "a.jsonl").write_text("".join(lines))
+    write(good)
     done = prepare(tmp_path, *args)
     assert done.returncode == 0 and f"going on after {documents} documents" in done.stdout
     for name in ("train.bin", "val.bin", "meta.json"):
         assert (tmp_path / "stopped" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+def test_a_file_that_has_changed_is_begun_anew(tmp_path, words):
+    """Documents of the old one must not be mixed with those of the new."""
+    args = ("--vocabulary=words", "--val_share=0.000001", "--num_proc=1", "--input=a.jsonl", "--folder=d")
+    for documents in (texts(150), texts(300)[150:]):
+        write_jsonl(tmp_path / "a.jsonl", documents)
+        done = prepare(tmp_path, *args)
+        assert "going on" not in done.stdout and done.stderr.startswith("of 150 documents none fell to val")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals and processes are others there")
+def test_a_killed_preparation_leaves_no_process(tmp_path, words):
+    write_jsonl(tmp_path / "a.jsonl", texts() * 200)
+    command = [sys.executable, ROOT / "data/openwebtext/prepare.py", "--input=a.jsonl", "--vocabulary=words"]
+    read, write = os.pipe()  # held open by whoever is left of them
+    run = subprocess.Popen([*command, "--num_proc=2", "--folder=d"], cwd=tmp_path, pass_fds=[write], stdout=write)
+    os.close(write)
+    while not (tmp_path / "d" / "progress.json").exists():
+        assert run.poll() is None
+    run.kill()
+    run.wait()
+    assert select.select([read], [], [], 20)[0] and os.read(read, 1000) == b""  # the end of the pipe
+    os.close(read)
 
 
 def test_two_at_once_do_not_mix(tmp_path, words):
@@ -189,7 +220,7 @@ def test_two_at_once_do_not_mix(tmp_path, words):
 
 
 def test_memory_does_not_grow_with_the_corpus(tmp_path, words):
-    """4 MB of one document and 80 MB: the peak of the largest process hardly differs."""
+    """19 MB without a separator, which fill the queue, and 57 MB: the peak of the largest process hardly differs."""
     def peak(copies):
         (tmp_path / "big.txt").write_text((" ".join(texts(100)) + " ") * copies)
         argv = [sys.executable, str(ROOT / "data/openwebtext/prepare.py"), "--input=big.txt", "--vocabulary=words"]
@@ -200,7 +231,7 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path, words):
         assert done.returncode == 0, done.stderr
         return int(done.stdout.splitlines()[-1])
 
-    assert (tmp_path / "words").exists() and peak(1000) < peak(50) + 60_000  # KiB
+    assert (tmp_path / "words").exists() and peak(12_000) < peak(4_000) + 15_000  # KiB
 
 
 @pytest.mark.parametrize(
@@ -211,6 +242,11 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path, words):
         (["--input=bad.jsonl"], "bad.jsonl line 2 is not"),
         (["--input=foreign.jsonl"], "'Spain' is not among the 101"),
         (["--input=one.jsonl"], "of 1 documents none fell to val: set --val_share"),
+        (["--input=nested.jsonl"], "nested.jsonl line 1 is not"),
+        (["--input=empty.txt"], "of 0 documents none fell to train: there is none in empty.txt"),
+        (["--input=one.jsonl", "--val_share=1.0"], "val_share must lie between 0 and 1, got 1.0"),
+        (["--input=one.jsonl", "--separator="], "separator is empty"),
+        (["--input=one.jsonl", "--folder="], "folder is empty"),
         ([], "pip install datasets|cannot stream"),
     ],
 )
@@ -219,8 +255,10 @@ def test_documents_that_are_none_are_refused_in_one_line(tmp_path, words, args, 
     (tmp_path / "bad.jsonl").write_text('{"text": "w1"}\n{"text": 5}\n')
     write_jsonl(tmp_path / "foreign.jsonl", ["w1 Spain"])
     write_jsonl(tmp_path / "one.jsonl", ["w1"])
+    (tmp_path / "nested.jsonl").write_text('{"text":' + "[" * 200_000)
+    (tmp_path / "empty.txt").write_text(" \n")
     offline = os.environ | {"HF_HUB_OFFLINE": "1"}
-    done = prepare(tmp_path, *args, "--vocabulary=words", "--num_proc=1", "--folder=d", env=offline)
+    done = prepare(tmp_path, "--folder=d", *args, "--vocabulary=words", "--num_proc=1", env=offline)
     assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
     assert re.search(line, done.stderr) and not (tmp_path / "d" / "meta.json").exists()
 

@@ -140,6 +140,8 @@ def test_a_resume_may_change_where_tables_are(train, script):
     parts = checkpoint.load("parts/ckpt.pt")
     assert all(torch.equal(t, parts["tables"][name]) for name, t in whole["tables"].items())
     assert [r["loss"] for r in log("parts")] == [r["loss"] for r in log("whole")]
+    lines = Path("parts/log.csv").read_text().splitlines()
+    assert "device_bytes" in lines[0] and len({line.count(",") for line in lines}) == 1
 
 
 def test_the_dense_twin_runs_through_the_same_loop(train):

@@ -17,6 +17,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import zlib
 from collections import deque
 from concurrent.futures import ProcessPoolExecutor
@@ -30,21 +31,21 @@ import numpy as np
 from tqdm import tqdm
 
 from configurator import configure
-from data.tokenizer import END, Tokenizer
+from data.tokenizer import Tokenizer
 from data.writer import id_type, replace, write_meta
 
 # ---------------------------------------------------------------------------------------------------------------------
 input = ""  # a .jsonl or .txt file; empty = the dataset below
 hub = "Skylion007/openwebtext"  # a dataset on huggingface.co with a train split and a text column
-separator = END  # what stands between the documents of a .txt
+separator = "<|endoftext|>"  # what stands between the documents of a .txt; blank lines in bash: --separator=$'\n\n'
 vocabulary = ""  # a dataset folder whose tokenizer to use; empty = GPT-2's byte pairs
 val_share = 0.0005  # of the documents
 max_documents = 0  # read that many, 0 = all
 num_proc = 0  # processes that encode, 0 = one a core; each takes some 100 MB
 folder = str(Path(__file__).resolve().parent)  # where the files go
 
-LONGEST = 2**17  # characters of a document
-PIECE = 100  # documents that a process encodes at a time
+_LONGEST = 2**17  # characters of a document
+_PIECE = 32  # documents that a process encodes at a time
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Reading.
@@ -63,8 +64,8 @@ def hub_documents():
 
 
 def shortened(text):
-    """The beginning of a text longer than LONGEST, to the last blank before that if there is one near; else all."""
-    return text if len(text) <= LONGEST else text[: text.rfind(" ", LONGEST // 2, LONGEST) + 1 or LONGEST]
+    """The beginning of a text longer than _LONGEST, to the last blank before that if there is one near; else all."""
+    return text if len(text) <= _LONGEST else text[: text.rfind(" ", _LONGEST // 2, _LONGEST) + 1 or _LONGEST]
 
 
 def jsonl_documents():
@@ -73,7 +74,7 @@ def jsonl_documents():
         for number, line in enumerate(lines, start=1):
             try:
                 yield json.loads(line)["text"] + ""  # a string, nothing else
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, RecursionError):
                 raise ValueError(f'{input} line {number} is not {{"text": "..."}}') from None
 
 
@@ -81,22 +82,24 @@ def txt_documents():
     """What lies between separators; where there is none for long, a part of it."""
     rest = ""
     with open(input, encoding="utf-8-sig", newline="") as file:
-        while piece := file.read(LONGEST // 2):
+        while piece := file.read(_LONGEST // 2):
             *whole, rest = (rest + piece).split(separator)
             yield from whole
-            if len(rest) > 2 * LONGEST:
+            if len(rest) > 2 * _LONGEST:
                 yield (head := shortened(rest))
                 rest = rest[len(head) :]
     yield rest
 
 
 def documents():
-    """The source's documents in its order, none blank, none longer than LONGEST."""
+    """(split, text) of the source's documents in its order, none blank; parts of a long one stay together."""
     texts = hub_documents() if not input else jsonl_documents() if input.endswith(".jsonl") else txt_documents()
     for text in islice(texts, max_documents or None):
-        while text := text.strip():
-            yield (head := shortened(text))
-            text = text[len(head) :]
+        text = text.strip()
+        split = "val" if zlib.crc32(text.encode(errors="replace")) < val_share * 2**32 else "train"
+        while text:
+            yield split, (head := shortened(text))
+            text = text[len(head) :].strip()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -104,17 +107,17 @@ def documents():
 
 
 def start_process(meta):
-    """Each has its tokenizer; Ctrl-C is the main process's to handle."""
+    """Each has its tokenizer, leaves Ctrl-C to the main process, and ends with it even if that was killed."""
     global tokenizer
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=lambda: (multiprocessing.parent_process().join(), os._exit(1)), daemon=True).start()
     tokenizer = Tokenizer(meta)
 
 
-def encode(texts, val_share):
+def encode(texts):
     """The bytes of the documents' ids, for each split."""
     ids = {"train": [], "val": []}
-    for text in texts:
-        split = "val" if zlib.crc32(text.encode(errors="replace")) < val_share * 2**32 else "train"
+    for split, text in texts:
         ids[split] += [tokenizer.end_id, *tokenizer.encode(text)]
     return {split: np.array(i, id_type(tokenizer)).tobytes() for split, i in ids.items()}
 
@@ -123,8 +126,8 @@ def encoded(texts, meta, processes):
     """(number of documents, encode() of them), piece by piece in order; a few are under way, however many there are."""
     under_way, spawn = deque(), multiprocessing.get_context("spawn")  # the same on every platform
     with ProcessPoolExecutor(processes, spawn, initializer=start_process, initargs=(meta,)) as pool:
-        for piece in iter(lambda: list(islice(texts, PIECE)), []):
-            under_way.append((len(piece), pool.submit(encode, piece, val_share)))
+        for piece in iter(lambda: list(islice(texts, _PIECE)), []):
+            under_way.append((len(piece), pool.submit(encode, piece)))
             if len(under_way) > 2 * processes:
                 count, future = under_way.popleft()
                 yield count, future.result()
@@ -148,23 +151,44 @@ def earlier(source, parts):
     return {"source": source, "documents": 0, "train": 0, "val": 0}
 
 
-def main(settings):
-    meta = {"tokenizer": "gpt2"}
-    if vocabulary:
-        meta = json.loads((Path(vocabulary) / "meta.json").read_text(encoding="utf-8"))
-    tokenizer, where = Tokenizer(meta), Path(folder)
-    if tokenizer.end_id is None:
-        raise ValueError(f"the tokenizer of {vocabulary} has no {END} to put between documents")
-    where.mkdir(parents=True, exist_ok=True)
-    parts = {split: open(where / f"{split}.part", "ab") for split in ("train", "val")}
-    if sys.platform != "win32":  # two at once would mix their documents; a lock ends with its process
+def stamp(path):
+    """What tells a file from another, or from itself as it was."""
+    return [str(Path(path).resolve()), Path(path).stat().st_size, Path(path).stat().st_mtime_ns] if path else []
+
+
+def lock(part):
+    """Two at once would mix their documents. A lock ends with its process, however that ends; Windows has none."""
+    if sys.platform != "win32":
         import fcntl
 
         try:
-            fcntl.flock(parts["train"], fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(part, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ValueError(f"another process is writing into {folder}: wait for it, or set --folder") from None
-    done = earlier({name: settings[name] for name in settings if name not in ("num_proc", "folder")}, parts)
+
+
+def check_settings():
+    """What would else be found after hours."""
+    for wrong, why in ((not 0 < val_share < 1, f"val_share must lie between 0 and 1, got {val_share}"),
+                       (not separator, "separator is empty: pass what stands between documents"),
+                       (not folder, "folder is empty: name one, . for this one")):
+        if wrong:
+            raise ValueError(why)
+
+
+def main(settings):
+    check_settings()
+    known = vocabulary and Path(vocabulary) / "meta.json"
+    meta = json.loads(known.read_text(encoding="utf-8")) if known else {"tokenizer": "gpt2"}
+    source = {name: settings[name] for name in settings if name not in ("num_proc", "folder")}
+    source |= {"input": stamp(input), "vocabulary": stamp(known)}
+    tokenizer, where = Tokenizer(meta), Path(folder)
+    if tokenizer.end_id is None:
+        raise ValueError(f"the tokenizer of {vocabulary} has no <|endoftext|> to put between documents")
+    where.mkdir(parents=True, exist_ok=True)
+    parts = {split: open(where / f"{split}.part", "ab") for split in ("train", "val")}
+    lock(parts["train"])
+    done = earlier(source, parts)
     for split, part in parts.items():
         part.truncate(done[split])  # a kill may have left more behind the last whole piece
 
@@ -182,7 +206,8 @@ def main(settings):
     for split, part in parts.items():
         part.close()
         if not done[split]:
-            raise ValueError(f"of {done['documents']:,} documents none fell to {split}: set --val_share")
+            why = "set --val_share" if done["documents"] else f"there is none in {input or hub}"
+            raise ValueError(f"of {done['documents']:,} documents none fell to {split}: {why}")
     for split in parts:
         os.replace(where / f"{split}.part", where / f"{split}.bin")
     write_meta(folder, tokenizer, *(done[split] // id_type(tokenizer).itemsize for split in parts))
