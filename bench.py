@@ -70,8 +70,7 @@ class EmbeddingTables:
     def plan(self, ids):
         return Plan(ids.unique(), ids)
 
-    def prefetch(self, plan):
-        pass
+    prefetch = StemTables.prefetch
 
     def fetch(self, plan):
         return SimpleNamespace(unbind=lambda dim: self.weights)  # as rows (V, S, M) would be
@@ -110,10 +109,10 @@ class PlainGPT(nn.Module):
 
     def forward(self, ids, rows, inv, targets):
         x = self.wte(ids) + self.wpe.weight[: ids.size(1)]
-        for block in self.blocks:
-            x = block(x)
-        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
-
+        with torch.autocast(torch.device(device).type, dtype, enabled=dtype != torch.float32):
+            for block in self.blocks:
+                x = block(x)
+            return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
 
 
 def trained_tables(V, S, M):
@@ -126,22 +125,15 @@ def trained_tables(V, S, M):
 
 def host_tables(V, S, M):
     """The same tables in host memory."""
-    tables = HostTables(V, S, M, 0.0, device=device, max_rows=2048, dtype=dtype)
-    tables.load_state_dict(StemTables.state_dict(trained_tables(V, S, M)))
+    tables = HostTables(V, S, M, None, device=device, max_rows=2048, dtype=dtype)
+    tables.load_state_dict(trained_tables(V, S, M).state_dict(), assign=True)
     return tables
 
 
-def uniform_batch(config, n, step):
-    """n sequences of uniformly drawn ids, which touch the most rows there can be, and their targets."""
+def random_batch(config, n, step, exponent=1.0):
+    """n sequences of random ids, the r-th as frequent as words are, 1 / (r + 2.7) ** exponent, and their targets."""
     random = torch.Generator().manual_seed(step)
-    ids = torch.randint(config.vocab_size, (n, config.block_size + 1), generator=random)
-    return ids[:, :-1], ids[:, 1:]
-
-
-def zipf_batch(config, n, step):
-    """The same of ids that are as frequent as words are: the r-th in proportion to 1 / (r + 2.7)."""
-    random = torch.Generator().manual_seed(step)
-    weights = 1 / (torch.arange(config.vocab_size) + 3.7)
+    weights = (torch.arange(config.vocab_size) + 3.7) ** -exponent
     ids = torch.multinomial(weights, n * (config.block_size + 1), replacement=True, generator=random).view(n, -1)
     return ids[:, :-1], ids[:, 1:]
 
@@ -157,8 +149,8 @@ def shakespeare(block_size):
     return open_dataset("shakespeare", block_size, 0)
 
 
-def training_step(config, tokens, make_model=GPT, make_tables=trained_tables, batch=zipf_batch):
-    """A function that trains a new model for a step on that many tokens, as train.py does; the next step's tables."""
+def training_step(config, tokens, make_model=GPT, make_tables=trained_tables, batch=random_batch):
+    """A function that trains a new model for one more step on that many tokens, as train.py does."""
     model, tables, step = make_model(config).to(device), make_tables(*config.table_shape), 0
     model.dtype = dtype
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
@@ -244,17 +236,14 @@ def report(what, value, unit="", goal="", **more):
 
 def peak(*args):
     """Bytes at most in use while a process of its own takes three steps of training_step(*args)."""
-    with multiprocessing.get_context("spawn").Pool(1, set_machine, (device, dtype)) as pool:
-        return pool.apply(take_three, args)
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(take_three, ((device, dtype), *args))
 
 
-def set_machine(*chosen):
-    """In that process: the device and dtype."""
+def take_three(machine, *args):
+    """What that process does."""
     global device, dtype
-    device, dtype = chosen
-
-
-def take_three(*args):
+    device, dtype = machine
     step = training_step(*args)
     for _ in range(3):
         step()
@@ -295,7 +284,6 @@ def embedding():
     config = shape(384, 6, 50257, 1)
     times = take_turns(embedding=training_step(config, 256, GPT, EmbeddingTables), stem=training_step(config, 256))
     report("stem over nn.Embedding", ratio(times, "embedding", "stem"), goal="at least 1.8")
-    del times
     ours, theirs = peak(config, 256), peak(config, 256, GPT, EmbeddingTables)
     report("peak memory, nn.Embedding", theirs / 2**30, "GiB")
     report("peak memory, stem", ours / 2**30, "GiB")
@@ -320,7 +308,7 @@ def decode():
 
 def offload():
     config = shape(384, 6, 50257, 3)
-    for name, batch in (("text", text_batch), ("uniform ids", uniform_batch)):
+    for name, batch in (("text", text_batch), ("uniform ids", functools.partial(random_batch, exponent=0.0))):
         kinds = {"resident": trained_tables, "offloaded": host_tables}
         runs = {kind: training_step(config, 2048, GPT, make, batch) for kind, make in kinds.items()}
         times = take_turns(**runs)

@@ -143,7 +143,7 @@ class Attention(nn.Module):
         B, T, C = h.shape
         H, H_kv = self.heads
         qk, v = self.w_qkv(h).view(B, T, -1, self.D).split((H + H_kv, H_kv), dim=2)
-        q, k = rotate(qk, cos_sin).split((H, H_kv), dim=2)  # before the transpose: as memory lies, 8 % of a step
+        q, k = rotate(qk, cos_sin).split((H, H_kv), dim=2)  # before the transpose, as memory lies
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, H, T, D)
         if cache is not None:
             k, v = cache.append(self.layer, k, v)
