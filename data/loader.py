@@ -10,6 +10,7 @@ It reads nothing from the network and knows no model; recall() asks one its ques
 """
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -80,7 +81,7 @@ class Dataset:
     def how_to_prepare(self):
         """What to say of a folder without data."""
         if (self.folder / "prepare.py").is_file():
-            return f"{self.folder} has no meta.json: run python {self.folder / 'prepare.py'} first"
+            return f"{self.folder} has no meta.json: run python {shlex.quote(str(self.folder / 'prepare.py'))} first"
         there = ", ".join(sorted(p.parent.name for p in Path(__file__).parent.glob("*/prepare.py")))
         return f"there is no dataset {self.folder}; data/ has {there}"
 

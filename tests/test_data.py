@@ -127,9 +127,11 @@ def test_a_split_too_short_is_refused(tmp_path):
 
 
 def test_a_known_dataset_that_is_not_prepared_names_its_command(tmp_path):
-    (tmp_path / "prepare.py").touch()
-    with pytest.raises(ValueError, match=r"run python .*prepare.py first"):
-        Dataset(tmp_path, 8)
+    for name, command in (("a", "a/prepare.py"), ("my data", "my data/prepare.py'")):  # to be pasted into a shell
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "prepare.py").touch()
+        with pytest.raises(ValueError, match=rf"run python .*{command} first"):
+            Dataset(tmp_path / name, 8)
 
 
 def test_a_planted_pickle_is_never_read(train, facts, tmp_path):
