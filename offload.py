@@ -1,11 +1,13 @@
 """
 Tables in host memory. HostTables answers the verbs of stem.StemTables, but keeps the tables and their optimizer state
-(12 bytes a number) in CPU memory, and on the device only the rows of the step at hand. On the CPU, where it can be
-checked, results are those of resident tables to the last bit.
+(12 bytes a number) in CPU memory; on the device are the rows of the step at hand and those of the most used tokens. On
+the CPU, where it can be checked, results are those of resident tables to the last bit. FrozenTables are for generating,
+when nothing is updated: in fp32, or in int8.
 
 A step's tokens are known before the step, so its rows can be copied while the step before still computes. All but one
-kind: a row that the step before also uses will be changed by it. Rows of the next plan are therefore
+kind: a row that the step before also uses will be changed by it. Rows of a plan are therefore
 
+    hot     in the cache, with their optimizer state: used and updated on the device, they move no bytes
     early   not in the batch now running: gathered and copied by prefetch, behind that batch's forward and backward
     late    in it, or written since: gathered by fetch, after that batch's update
 
@@ -18,7 +20,7 @@ which makes prefetching exact. Time runs to the right; h2d and d2h are copies to
 
 One worker thread owns the tables: whatever reads or writes them is a job in its queue, done in order. So nothing needs
 a lock, and a read behind an update sees it. On the CPU there are no streams and no copies to hide, and the rest is the
-same code. It holds no cache of hot rows. Shapes: V vocab_size, U distinct ids of a step, R = S M.
+same code. Shapes: V vocab_size, K cache rows, U distinct ids of a step, S STEM layers, M = d_ff, R = S M.
 """
 
 import time
@@ -29,7 +31,7 @@ from dataclasses import dataclass
 
 import torch
 
-from stem import Plan, StemTables, adamw_rows
+from stem import Plan, StemTables
 
 
 def pinned(rows, R, dtype):
@@ -94,22 +96,65 @@ class Ahead:
 
     plan: Plan
     early: torch.Tensor  # (n,) positions in plan.ids that were gathered
-    late: torch.Tensor  # (U,) bool: those that were not, or have been written since
+    late: torch.Tensor  # (U,) bool: those that were not, or have been written since; late or hot when they are fetched
     job: object
+
+
+class Slots:
+    """Which K of V tokens are hot, where their rows lie, and how often tokens are used. On the CPU, main thread only.
+
+    freq counts the steps a token is in, not its occurrences: a row costs the same either way. Uses age, by a factor of
+    e in WINDOW steps, so that what was hot once does not stay for ever: each counts a little more than the one before.
+    """
+
+    WINDOW = 128
+
+    def __init__(self, V, K):
+        self.of = torch.full((V,), -1)  # slot of a token, -1 = cold
+        self.token = torch.full((K,), -1)  # token of a slot, -1 = empty
+        self.freq, self.use_now = torch.zeros(V), 1.0
+
+    def use(self, ids):
+        """Count one step with these distinct ids."""
+        self.freq[ids] += self.use_now
+        self.use_now *= 1 + 1 / self.WINDOW
+        if self.use_now > 1e6:  # far below what fp32 holds
+            self.freq /= self.use_now
+            self.use_now = 1.0
+
+    def swaps(self, tokens, factor=1.0, uses=0):
+        """(tokens, slots): which of these tokens should get whose slots: hotter by a factor and by that many uses."""
+        tokens = tokens[self.of[tokens] < 0]
+        tokens = tokens[self.freq[tokens].argsort(descending=True, stable=True)][: len(self.token)]
+        held = torch.where(self.token < 0, -1.0, self.freq[self.token])  # empty slots go first
+        slots = held.argsort(stable=True)[: len(tokens)]
+        hotter = self.freq[tokens] > factor * held[slots] + uses * self.use_now
+        return tokens[hotter], slots[hotter]
+
+    def give(self, tokens, slots):
+        """Let tokens have those slots; who had them is cold."""
+        left = self.token[slots]
+        self.of[left[left >= 0]] = -1
+        self.token[slots], self.of[tokens] = tokens, slots
 
 
 class HostTables:
     """Tables in host memory, with the arguments and verbs of StemTables; see there and at the top.
 
     max_rows: distinct tokens of a step at most; a larger plan is not prefetched. dtype: in which rows travel; half
-    precision only where the model's activations are rounded to it anyway. Device bytes: two lanes of max_rows rows.
+    precision only where the model's activations are rounded to it anyway. cache_rows: K, rows of the most used tokens
+    to keep on the device, chosen anew after every so many updates. Device bytes: 12 R K and two lanes of max_rows rows.
     """
 
+    every = 50
+
     def __init__(self, vocab_size, n_stem, d_ff, std, betas=(0.9, 0.95), device="cpu", seed=0, max_rows=0,
-                 dtype=torch.float32):
+                 dtype=torch.float32, cache_rows=0):
         self.host = StemTables(vocab_size, n_stem, d_ff, std, betas, "cpu", seed)
         self.device = torch.empty(0, device=device).device  # with its index, which another thread needs
         self.max_rows = min(max_rows, vocab_size)
+        self.slots = Slots(vocab_size, min(cache_rows, vocab_size))
+        self.hot = StemTables(len(self.slots.token), n_stem, d_ff, None, betas, device)  # row i is in slot i
         cuda, R = self.device.type == "cuda", n_stem * d_ff
         self.h2d, self.d2h = (torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)) if cuda else (None, None)
         self.early, self.late = (Lane(self.max_rows, R, dtype, self.device, self.h2d) for _ in range(2))
@@ -118,9 +163,10 @@ class HostTables:
         self.jobs = deque()  # those not joined yet, in order
         self.running = None  # the plan whose update is to come
         self.ahead = None  # the one that was prefetched
+        self.updates = 0
         self.wait = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if cuda else None  # of a fetch
-        self.moved = dict.fromkeys(("rows", "early", "late", "bytes_up", "bytes_down", "device_bytes", "host_stall_ms",
-                                    "device_stall_ms"), 0)  # in the last step
+        self.moved = dict.fromkeys(("rows", "hot", "early", "late", "row_hit_rate", "token_hit_rate", "swaps",
+                                    "bytes_up", "bytes_down", "device_bytes", "host_stall_ms", "device_stall_ms"), 0)
 
     # -----------------------------------------------------------------------------------------------------------------
     # The worker.
@@ -151,19 +197,52 @@ class HostTables:
                     there = self.grads[: len(ids)].copy_(grad, non_blocking=True)
                     self.d2h.synchronize()  # the copy may still be on its way; till then `grad` must live
                     grad = there
-        host = self.host
-        adamw_rows(host.weight.flatten(1), host.exp_avg.flatten(1), host.exp_avg_sq.flatten(1), host.count, ids,
-                   grad.cpu(), lr, host.betas)
+        self.host.adamw(ids, grad.cpu(), lr)
 
-    def _count(self, plan, n_late, start):
+    def _exchange(self, leaving, state, entering):
+        """Take rows `leaving` back in, with the state of their optimizer, and give out those of `entering`."""
+        for name, table in self.host.state_dict().items():
+            table[leaving] = state[name]
+        return {name: table[entering] for name, table in self.host.state_dict().items()}
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # The cache.
+
+    def _hot_state(self, slots):
+        """What the rows in those slots are, with the state of their optimizer."""
+        return {name: table[slots.to(table.device)].cpu() for name, table in self.hot.state_dict().items()}
+
+    def _rebalance(self):
+        """Give slots to tokens that earn them: a swap moves 24 bytes a number, a use of a cold row 6 or 8."""
+        slots = self.slots
+        tokens, places = slots.swaps(slots.freq.topk(len(slots.token)).indices, factor=1.1, uses=4)
+        full = places[slots.token[places] >= 0]
+        state = self._join(self._submit(self._exchange, slots.token[full], self._hot_state(full), tokens))
+        for name, table in self.hot.state_dict().items():
+            table[places.to(table.device)] = state[name].to(table.device)
+        slots.give(tokens, places)
+        number = 12 * self.host.weight[0].numel()
+        self.moved["swaps"] = len(tokens)
+        self.moved["bytes_up"] += number * len(tokens)
+        self.moved["bytes_down"] += number * len(full)
+
+    def warm_start(self, batches):
+        """Fill the cache as if these batches of ids had been steps."""
+        for ids in batches:
+            self.slots.use(ids.unique())
+        self._rebalance()
+
+    def _count(self, plan, hot, late, start):
         """Note what the rows of a step cost; on a GPU the wait is known when the step is over."""
         if self.wait:
             self.wait[1].record()
-        U, number = len(plan.ids), self.host.weight[0].numel()
-        up, down = U * number * self.early.buffer.itemsize, U * number * 4  # rows, their gradients
-        held = 2 * self.early.buffer.nbytes + 3 * down  # lanes; leaf, gradient, what unbind's backward stacks
-        self.moved |= {"rows": U, "early": U - n_late, "late": n_late, "bytes_up": up, "bytes_down": down,
-                       "device_bytes": held, "host_stall_ms": 1000 * (time.perf_counter() - start)}
+        U, n_hot, number = len(plan.ids), int(hot.sum()), self.host.weight[0].numel()
+        held = 2 * self.early.buffer.nbytes + 12 * number * (U + len(self.slots.token))  # lanes; leaf, gradient, unbind
+        self.moved |= {
+            "rows": U, "hot": n_hot, "early": U - n_hot - len(late), "late": len(late),
+            "row_hit_rate": n_hot / max(1, U), "token_hit_rate": hot[plan.inv].float().mean().item(), "swaps": 0,
+            "bytes_up": (U - n_hot) * number * self.early.buffer.itemsize, "bytes_down": (U - n_hot) * number * 4,
+            "device_bytes": held, "host_stall_ms": 1000 * (time.perf_counter() - start)}
 
     # -----------------------------------------------------------------------------------------------------------------
     # The verbs.
@@ -173,32 +252,36 @@ class HostTables:
         return self.host.plan(ids)
 
     def prefetch(self, plan):
-        """Start the way of those rows of `plan` that the batch now running leaves as they are."""
+        """Start the way of those rows of `plan` that are cold and that the batch now running leaves as they are."""
         if len(plan.ids) > self.max_rows:
             return
-        late = torch.isin(plan.ids, self.running.ids if self.running else plan.ids[:0])
+        late = self.slots.of[plan.ids] >= 0
+        if self.running:
+            late |= torch.isin(plan.ids, self.running.ids)
         early = (~late).nonzero()[:, 0]
         job = self._submit(self.early.load, self.host.weight.flatten(1), plan.ids[early])
         self.ahead = Ahead(plan, early, late, job)
 
     def fetch(self, plan):
         """As of StemTables. A plan that was not prefetched is gathered now, in memory of its own."""
-        start, ahead, n_late = time.perf_counter(), self.ahead, len(plan.ids)
+        start, ahead, slots = time.perf_counter(), self.ahead, self.slots.of[plan.ids]
+        hot = slots >= 0
         if self.wait and torch.is_grad_enabled():
             self.wait[0].record()
         if ahead and ahead.plan is plan:
-            self.ahead, late = None, ahead.late.nonzero()[:, 0]
+            self.ahead, late = None, (ahead.late & ~hot).nonzero()[:, 0]
             job = self._submit(self.late.load, self.host.weight.flatten(1), plan.ids[late])
             rows = torch.empty(len(plan.ids), self.host.weight[0].numel(), device=self.device)
             self._join(job)  # and with it the early rows' job
             self.early.unload(rows, ahead.early)
             self.late.unload(rows, late)  # over rows that came early and are old
-            n_late = len(late)
+            where = hot.nonzero()[:, 0]
+            rows[where.to(self.device)] = self.hot.weight.flatten(1)[slots[where].to(self.device)]
         else:
-            rows = self.read(plan.ids).flatten(1).to(self.device)
+            late, rows = (~hot).nonzero()[:, 0], self.read(plan.ids).flatten(1).to(self.device)
         if torch.is_grad_enabled():
             self.running = plan
-            self._count(plan, n_late, start)
+            self._count(plan, hot, late, start)
         return rows.view(len(rows), *self.host.weight.shape[1:]).requires_grad_(torch.is_grad_enabled())
 
     reduce = StemTables.reduce
@@ -210,28 +293,128 @@ class HostTables:
         if grad is None:
             return
         self._touched(plan.ids)
+        grad, slots = grad.flatten(1), self.slots.of[plan.ids]  # perhaps not those of the fetch
+        hot, cold = (((slots >= 0) == yes).nonzero()[:, 0] for yes in (True, False))
+        if len(hot):
+            self.hot.adamw(slots[hot], grad[hot.to(self.device)], lr)
+            grad = grad[cold.to(self.device)]
         ready = None
         if self.d2h:
             self.wait[1].synchronize()
             self.moved["device_stall_ms"] = self.wait[0].elapsed_time(self.wait[1])
             ready = torch.cuda.Event()
             ready.record()
-        self._submit(self._adamw, plan.ids, grad.flatten(1), ready, lr)
+        self._submit(self._adamw, plan.ids[cold], grad, ready, lr)
+        self.slots.use(plan.ids)
+        self.updates += 1
+        if self.updates % self.every == 0:
+            self._rebalance()
 
     def read(self, ids):
         """As of StemTables."""
-        return self._join(self._submit(self.host.read, ids))
+        rows, slots = self._join(self._submit(self.host.read, ids)), self.slots.of[ids]
+        rows[slots >= 0] = self.hot.read(slots[slots >= 0])
+        return rows
 
     def write(self, ids, rows):
         """As of StemTables; also rows that are on their way arrive as written."""
         self._touched(ids)
         self._join(self._submit(self.host.write, ids, rows))
+        slots = self.slots.of[ids]
+        self.hot.write(slots[slots >= 0], rows[slots >= 0])
 
     def state_dict(self):
-        """As of StemTables, when all updates are done."""
-        return self._join(self._submit(self.host.state_dict))
+        """As of StemTables, when all updates are done and hot rows are written back. They stay hot."""
+        full = (self.slots.token >= 0).nonzero()[:, 0]
+        self._join(self._submit(self._exchange, self.slots.token[full], self._hot_state(full), full[:0]))
+        return self.host.state_dict()
 
     def load_state_dict(self, state, assign=False):
-        """As of StemTables."""
+        """As of StemTables. The cache is then empty, until the next time it is filled."""
         self.ahead = None
         self._join(self._submit(self.host.load_state_dict, state, assign))
+        self.slots.token.fill_(-1)
+        self.slots.of.fill_(-1)
+
+
+class FrozenTables:
+    """Tables in host memory to generate with: the verbs of StemTables but for update, since nothing is trained.
+
+    cache_rows: K rows on the device too, at first those of the tokens that training met most. In fp32 a row that had to
+    come for a token takes the place of a less used one, at no cost. int8: in a row of a layer the largest number is
+    127 and the others are rounded to whole steps of it: a quarter of the bytes in memory and on the way. Rows in the
+    cache are as they were trained, and stay there: a text must not depend on those before it.
+    """
+
+    def __init__(self, vocab_size, n_stem, d_ff, device="cpu", cache_rows=0, int8=False):
+        self.shape, self.device, self.int8 = (vocab_size, n_stem, d_ff), device, int8
+        self.host = StemTables(*self.shape, None)  # its weight may be int8
+        self.scale = torch.empty(vocab_size if int8 else 0, n_stem, 1, dtype=torch.bfloat16)  # of a step
+        self.slots = Slots(vocab_size, min(cache_rows, vocab_size))
+        self.hot = torch.empty(len(self.slots.token), n_stem, d_ff, device=device)  # row i is in slot i
+        self.moved = {"rows": 0, "hot": 0, "bytes_up": 0}  # by all fetches
+
+    def _store(self, ids, rows):
+        """Write rows (n, S, M) into host memory. What was rounded once is not changed by rounding it again."""
+        if self.int8:  # 127 scales of 8 bits are exact in fp32, and so is the way back
+            self.scale[ids] = (rows.abs().amax(-1, keepdim=True) / 127).clamp_min(1e-30).bfloat16()
+            rows = (rows / self.scale[ids].float()).round().clamp(-127, 127).to(torch.int8)
+        self.host.weight[ids] = rows
+
+    def _rows(self, ids):
+        """The rows of ids (n,) on the device, (n, S, M), and which of ids were cold."""
+        slots, rows = self.slots.of[ids], torch.empty(len(ids), *self.shape[1:], device=self.device)
+        hot, cold = slots >= 0, (slots < 0).nonzero()[:, 0]
+        rows[hot] = self.hot[slots[hot]]
+        sent = self.host.weight[ids[cold]].to(self.device)
+        rows[cold] = sent * self.scale[ids[cold]].to(self.device).float() if self.int8 else sent
+        return rows, cold
+
+    plan = property(lambda self: self.host.plan)
+    prefetch = StemTables.prefetch
+
+    def fetch(self, plan):
+        """As of StemTables, without a gradient; ValueError where one is asked for."""
+        if torch.is_grad_enabled():
+            raise ValueError("these tables are to generate with; StemTables and HostTables train. In int8 most updates "
+                             "would be lost: they are smaller than its steps")
+        rows, cold = self._rows(plan.ids)
+        self.slots.use(plan.ids)
+        if not self.int8:
+            tokens, places = self.slots.swaps(plan.ids[cold])
+            self.slots.give(tokens, places)
+            self.hot[places] = rows[torch.searchsorted(plan.ids, tokens)]
+        sent = len(cold) * (self.host.weight[0].nbytes + self.scale[:1].nbytes)
+        for name, n in (("rows", len(rows)), ("hot", len(rows) - len(cold)), ("bytes_up", sent)):
+            self.moved[name] += n
+        return rows
+
+    def read(self, ids):
+        """As of StemTables."""
+        return self._rows(ids)[0].cpu()
+
+    def write(self, ids, rows):
+        """As of StemTables."""
+        self._store(ids, rows)
+        slots = self.slots.of[ids]
+        self.hot[slots[slots >= 0]] = rows[slots >= 0].to(self.device)
+
+    def state_dict(self):
+        """As of StemTables; ValueError in int8."""
+        if self.int8:
+            raise ValueError("int8 rows are rounded, and no checkpoint to go on from: use fp32 tables")
+        return self.host.state_dict()
+
+    def load_state_dict(self, state, assign=False):
+        """As of StemTables; fills the cache."""
+        loaded = self.host = StemTables(*self.shape, None)
+        loaded.load_state_dict(state, assign)
+        weight, self.slots = loaded.weight, Slots(self.shape[0], len(self.slots.token))
+        self.slots.freq += loaded.count * (Slots.WINDOW / max(1, loaded.count.max()))
+        tokens = self.slots.freq.topk(len(self.slots.token)).indices
+        self.slots.give(tokens, torch.arange(len(tokens)))
+        self.hot.copy_(weight[tokens])
+        if self.int8:
+            loaded.weight = torch.empty(self.shape, dtype=torch.int8)
+            for ids in torch.arange(self.shape[0]).split(1024):  # in pieces: no second copy of a large table
+                self._store(ids, weight[ids])

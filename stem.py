@@ -202,8 +202,12 @@ class StemTables:
         """Row-wise AdamW on the plan's rows, which uses rows.grad up. Without one, or with S = 0, nothing."""
         grad, rows.grad = rows.grad, None
         if grad is not None:
-            adamw_rows(self.weight.flatten(1), self.exp_avg.flatten(1), self.exp_avg_sq.flatten(1), self.count,
-                       plan.ids, grad.flatten(1), lr, self.betas)
+            self.adamw(plan.ids, grad.flatten(1), lr)
+
+    def adamw(self, ids, grad, lr):
+        """adamw_rows on these tables."""
+        adamw_rows(self.weight.flatten(1), self.exp_avg.flatten(1), self.exp_avg_sq.flatten(1), self.count, ids, grad,
+                   lr, self.betas)
 
     def read(self, ids):
         """A copy of the rows of ids (n,), as (n, S, M) fp32 on the CPU."""

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from conftest import tiny_model
 
 import offload
-from offload import HostTables
+from offload import FrozenTables, HostTables, Slots
 from stem import StemTables
 
 V, S, M = 40, 3, 8
@@ -21,9 +21,11 @@ DEVICES = [
 ]
 
 
-def pair(device="cpu", **more):
-    """Resident and offloaded tables of the same rows."""
-    return StemTables(V, S, M, 0.5, device=device), HostTables(V, S, M, 0.5, device=device, max_rows=32, **more)
+def pair(device="cpu", every=3, **more):
+    """Resident and offloaded tables of the same rows; a cache changes every few updates."""
+    offloaded = HostTables(V, S, M, 0.5, device=device, max_rows=32, **more)
+    offloaded.every = every
+    return StemTables(V, S, M, 0.5, device=device), offloaded
 
 
 def same(a, b):
@@ -69,32 +71,35 @@ def equal_state(a, b):
 # Equality.
 
 SAME = [torch.tensor([[1, 2, 3]])] * 10
-DISJOINT = [torch.arange(i % 4 * 10, i % 4 * 10 + 10)[None] for i in range(12)]
-ONE = [torch.tensor([[i % 3]]) for i in range(9)]
+DISJOINT = [torch.arange(i % 4 * 10, i % 4 * 10 + 10)[None] for i in range(32)]
+ONE = [torch.tensor([[i % 3]]) for i in range(24)]
 WHOLE = [torch.arange(32)[None]] * 5 + [torch.arange(8, 40)[None]] * 5  # U = max_rows
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("K", [0, 1, 6, V, 2 * V])
 @pytest.mark.parametrize("batches", [overlapping(), SAME, DISJOINT, ONE, WHOLE])
-def test_training_equals_resident_training(batches, device):
-    resident, offloaded = pair(device)
+def test_training_equals_resident_training(batches, K, device):
+    resident, offloaded = pair(device, cache_rows=K)
     assert same(train_steps(resident, batches), train_steps(offloaded, batches))
     assert equal_state(resident, offloaded)
+    assert (offloaded.slots.token >= 0).any() == (K > 0)
 
 
 def test_gathering_everything_early_is_found_out(monkeypatch):
     """The negative control: without the late rows the equality above must fail."""
     monkeypatch.setattr(offload.torch, "isin", lambda ids, _: torch.zeros(len(ids), dtype=torch.bool))
-    resident, offloaded = pair()
+    resident, offloaded = pair(cache_rows=4)
     assert not torch.equal(train_steps(resident, overlapping()), train_steps(offloaded, overlapping()))
 
 
-def test_a_slow_worker_changes_nothing(monkeypatch):
+@pytest.mark.parametrize("K", [0, 6])
+def test_a_slow_worker_changes_nothing(monkeypatch, K):
     """Reads of a row while its update is under way would show."""
     adamw, load, rng = HostTables._adamw, offload.Lane.load, random.Random(0)
     monkeypatch.setattr(HostTables, "_adamw", lambda *a: (time.sleep(rng.random() / 100), adamw(*a))[1])
     monkeypatch.setattr(offload.Lane, "load", lambda *a: (time.sleep(rng.random() / 100), load(*a))[1])
-    resident, offloaded = pair()
+    resident, offloaded = pair(cache_rows=K)
     assert torch.equal(train_steps(resident, overlapping(30)), train_steps(offloaded, overlapping(30)))
     assert equal_state(resident, offloaded)
 
@@ -103,7 +108,7 @@ def test_a_slow_worker_changes_nothing(monkeypatch):
 @pytest.mark.parametrize("slow", ["h2d", "d2h", "compute"])
 def test_slow_streams_change_nothing(monkeypatch, slow):
     """Whichever stream is late, none may read what another has not written, or write what it still reads."""
-    resident, offloaded = pair("cuda")
+    resident, offloaded = pair("cuda", cache_rows=6)
     load, adamw, reduce = offload.Lane.load, HostTables._adamw, StemTables.reduce
 
     def after_a_nap(job, stream):
@@ -127,15 +132,16 @@ def test_slow_streams_change_nothing(monkeypatch, slow):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("seed", range(12))
 def test_any_sequence_of_calls_equals_resident_tables(seed, device):
-    """Plans in flight, prefetches never taken, skipped updates, evaluations, edits and saves, in random order."""
-    rng, both = random.Random(seed), pair(device)
+    """Plans in flight, prefetches in vain, skipped updates, evaluations, edits, saves and swaps, in random order."""
+    rng = random.Random(seed)
+    both = pair(device, cache_rows=rng.choice((0, 3, 15, V)))
     flights, ahead = [], None  # plans fetched and not updated, with their rows in either table
 
     def draw():
         return both[0].plan(torch.tensor([rng.choices(range(V), k=rng.choice((1, 4, 20)))]))
 
     for step in range(80):
-        act = rng.choice("prefetch fetch update skip evaluate read write save load again".split())
+        act = rng.choice("prefetch fetch update skip evaluate read write save load again rebalance".split())
         if act == "prefetch":
             ahead = draw()
             [tables.prefetch(ahead) for tables in both]
@@ -170,6 +176,9 @@ def test_any_sequence_of_calls_equals_resident_tables(seed, device):
         elif act == "load":
             state = {name: t.clone() for name, t in both[rng.randrange(2)].state_dict().items()}
             [tables.load_state_dict(state) for tables in both]
+        elif act == "rebalance":
+            both[1].slots.freq.copy_(torch.rand(V) * 100)
+            both[1]._rebalance()
     assert equal_state(*both)
 
 
@@ -232,6 +241,195 @@ def test_half_precision_rows_are_the_rounded_rows():
     assert moved.abs().max() == pytest.approx(1e-4, rel=1e-2)  # lost if a row were kept in bf16
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# The cache.
+
+
+def test_a_hot_row_and_its_stored_one_agree_after_every_step():
+    """A row used in every batch is hot, trains as without a cache, and a save between steps has it."""
+    resident, offloaded = pair(cache_rows=2)
+    for step in range(20):
+        for tables in (resident, offloaded):
+            plan = tables.plan(torch.tensor([[7, step]]))
+            rows = tables.fetch(plan)
+            backward(rows, plan, step)
+            tables.update(plan, rows, 0.1)
+        assert torch.equal(offloaded.state_dict()["weight"][7], resident.weight[7])
+        assert torch.equal(offloaded.read(torch.tensor([7])), resident.read(torch.tensor([7])))
+    assert offloaded.slots.of[7] >= 0 and offloaded.moved["hot"] == 1
+
+
+def test_moments_and_counts_move_with_the_row_and_not_with_the_slot():
+    """One slot, which two tokens take in turns."""
+    resident, offloaded = pair(cache_rows=1, every=1)
+    batches = [torch.tensor([[token]]) for token in ([3] * 12 + [9] * 40 + [3] * 80)]
+    holders = set()
+    for i in range(0, len(batches), 4):
+        assert torch.equal(train_steps(resident, batches[i : i + 4]), train_steps(offloaded, batches[i : i + 4]))
+        holders.add(offloaded.slots.token.item())
+        assert equal_state(resident, offloaded)
+    assert {3, 9} <= holders
+
+
+def test_an_edit_reaches_a_cached_row_and_undoing_it_restores_it():
+    for tables in (pair(cache_rows=V)[1], FrozenTables(V, S, M, cache_rows=V), FrozenTables(V, S, M, cache_rows=4)):
+        if isinstance(tables, FrozenTables):
+            tables.load_state_dict(pair()[0].state_dict())
+        else:
+            tables.warm_start([torch.arange(V)] * 9)
+        before, ids = tables.read(torch.arange(V)), torch.tensor([3])
+        plan = tables.plan(torch.tensor([[3, 4]]))
+        with torch.no_grad():
+            tables.prefetch(plan)
+            tables.write(ids, before[[9]])
+            assert torch.equal(tables.fetch(plan).cpu(), before[[9, 4]])
+            tables.write(ids, before[[3]])
+            assert torch.equal(tables.fetch(plan).cpu(), before[[3, 4]])
+        assert (tables.slots.of[[3, 4]] >= 0).all()
+        assert torch.equal(tables.read(torch.arange(V)), before)
+
+
+def test_a_use_is_a_step_with_the_token_and_evaluations_are_none():
+    """Not an occurrence, and once for a prefetch with its fetch."""
+    tables = pair(cache_rows=2)[1]
+    plan = tables.plan(torch.tensor([[1, 1, 1, 2]]))
+    with torch.no_grad():
+        tables.fetch(plan)
+    assert not tables.slots.freq.any()
+    tables.prefetch(plan)
+    rows = tables.fetch(plan)
+    assert not tables.slots.freq.any()  # a step that is skipped is none either
+    backward(rows, plan, 0)
+    tables.update(plan, rows, 0.1)
+    assert tables.slots.freq[[1, 2]].tolist() == [1, 1] and tables.slots.freq.sum() == 2
+
+
+def test_rows_that_were_hot_once_make_room():
+    """1,000 steps of some tokens, then others: the cache follows, and what it counts stays finite."""
+    tables = HostTables(120, 1, 2, 0.5, max_rows=16, cache_rows=16)
+    for step in range(1150):
+        plan = tables.plan(torch.arange(16)[None] + (100 if step >= 1000 else 0))
+        rows = tables.fetch(plan)
+        rows.grad = torch.ones_like(rows)
+        tables.update(plan, rows, 0.1)
+        if step == 999:
+            assert tables.slots.token.max() < 16 and tables.moved["row_hit_rate"] == 1
+    assert tables.slots.token.min() >= 100
+    for _ in range(3000):
+        tables.slots.use(plan.ids)
+    assert tables.slots.freq.isfinite().all() and tables.slots.use_now < 1e7
+
+
+def test_the_slots_hold_what_they_say():
+    """Empty slots go first, then the coldest; a colder token gets none, and no two tokens share one."""
+    slots = Slots(20, 4)
+    for n, token in enumerate((5, 6, 7, 8, 9, 10)):
+        for _ in range(n + 1):
+            slots.use(torch.tensor([token]))
+    slots.give(torch.tensor([6, 8]), torch.tensor([1, 3]))
+    tokens, places = slots.swaps(torch.tensor([5, 6, 7, 9, 10]))
+    assert tokens.tolist() == [10, 9, 7] and places.tolist() == [0, 2, 1]  # 5 is colder than 8
+    slots.give(tokens, places)
+    assert slots.token.tolist() == [10, 7, 9, 8]
+    assert [slots.of[token].item() for token in (5, 6, 7, 8, 9, 10)] == [-1, -1, 1, 3, 2, 0]
+    assert not len(slots.swaps(torch.tensor([5, 6]), factor=1.1, uses=4)[0])
+
+
+def test_hits_swaps_and_bytes_are_counted():
+    """A cache that holds the tokens 1 and 2 of [1, 1, 2, 3]: two rows of three are hot, three tokens of four."""
+    tables, row = pair(cache_rows=2, every=100)[1], S * M * 4
+    tables.warm_start([torch.tensor([1, 2])] * 9)
+    assert (tables.moved["swaps"], tables.moved["bytes_up"], tables.moved["bytes_down"]) == (2, 2 * 3 * row, 0)
+    train_steps(tables, [torch.tensor([[1, 1, 2, 3]])] * 2)
+    moved = tables.moved
+    assert (moved["rows"], moved["hot"], moved["early"], moved["late"], moved["swaps"]) == (3, 2, 0, 1, 0)
+    assert moved["row_hit_rate"] == pytest.approx(2 / 3) and moved["token_hit_rate"] == 3 / 4
+    assert moved["bytes_up"] == moved["bytes_down"] == row
+    tables.slots.freq[[8, 9]] = 1e3
+    tables._rebalance()
+    assert (moved["swaps"], moved["bytes_up"], moved["bytes_down"]) == (2, row + 2 * 3 * row, row + 2 * 3 * row)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tables to generate with.
+
+
+def frozen(K=0, int8=False, device="cpu"):
+    """Tables that training has used, the lower the token the more often, and frozen ones of the same rows."""
+    tables = StemTables(V, S, M, 0.5)
+    tables.count += torch.arange(V, 0, -1)
+    other = FrozenTables(V, S, M, device, K, int8)
+    other.load_state_dict(tables.state_dict())
+    return tables, other
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("K", [0, 3, V])
+def test_frozen_rows_are_those_that_were_trained(K, device):
+    """Whatever the cache holds and lets go."""
+    tables, other = frozen(K, device=device)
+    hits = []
+    with torch.no_grad():
+        for batch in [*overlapping(40), *[torch.tensor([[38, 39]])] * 400]:
+            plan, hot = other.plan(batch), other.moved["hot"]
+            assert torch.equal(other.fetch(plan).cpu(), tables.fetch(plan))
+            hits.append(other.moved["hot"] - hot)
+    assert equal_state(tables, other)
+    assert hits[-1] == min(K, 2)  # a row that is used often is admitted
+    assert other.moved["bytes_up"] == (other.moved["rows"] - other.moved["hot"]) * S * M * 4
+
+
+def test_int8_rows_are_within_half_a_step_in_a_quarter_of_the_bytes():
+    """A step is 1 / 127 of the largest number of a row in its layer, known to 8 bits; hot rows are not rounded."""
+    tables, other = frozen(K=5, int8=True)
+    rows, back = tables.read(torch.arange(V)), other.read(torch.arange(V))
+    step = rows.abs().amax(-1, keepdim=True) / 127
+    error = (rows - back).abs()
+    assert (error <= step * (0.5 + 0.3)).all() and (error[5:].flatten(1).amax(1) > 0).all()
+    assert torch.equal(rows[:5], back[:5])  # used most
+    assert other.host.weight.nbytes * 4 == tables.weight.nbytes
+    with torch.no_grad():
+        other.fetch(other.plan(torch.tensor([[1, 2, 8, 9]])))
+    assert other.moved == {"rows": 4, "hot": 2, "bytes_up": 2 * S * (M + 2)}
+
+
+def test_an_int8_text_does_not_depend_on_those_before_it():
+    """And reading, writing back and reading a row again gives the same bits: an edit can be undone."""
+    other = frozen(K=5, int8=True)[1]
+    before = other.read(torch.arange(V))
+    with torch.no_grad():
+        for batch in overlapping(50):
+            plan = other.plan(batch)
+            assert torch.equal(other.fetch(plan), before[plan.ids])
+    other.write(torch.arange(V), before.flip(0))
+    other.write(torch.arange(V), before)
+    assert torch.equal(other.read(torch.arange(V)), before)
+    zero = torch.zeros(1, S, M)
+    other.write(torch.tensor([20]), zero)
+    assert torch.equal(other.read(torch.tensor([20])), zero)
+
+
+def test_rounding_twice_is_rounding_once():
+    tables, other = StemTables(2000, 1, 64, 1.0), FrozenTables(2000, 1, 64, int8=True)
+    rows = tables.weight.mul_(torch.logspace(-20, 20, 2000)[:, None, None])
+    other.load_state_dict(tables.state_dict())
+    once = other.read(torch.arange(2000))
+    other.write(torch.arange(2000), once)
+    assert torch.equal(other.read(torch.arange(2000)), once) and (once != rows).any()
+
+
+def test_frozen_tables_are_not_trained_nor_saved_when_rounded():
+    other = frozen(int8=True)[1]
+    with pytest.raises(ValueError, match="to generate with.* smaller than its steps"):
+        other.fetch(other.plan(torch.tensor([[1]])))
+    with pytest.raises(ValueError, match="no checkpoint to go on from"):
+        other.state_dict()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is counted.
+
+
 def test_bytes_and_rows_are_counted():
     """Batches [0, 1, 2] and [2, 3]: the second finds one row late and one early."""
     tables = pair()[1]
@@ -251,7 +449,7 @@ def test_what_fails_in_the_worker_is_raised_at_the_next_call_with_its_traceback(
         raise RuntimeError("the row caught fire")
 
     tables = pair()[1]
-    monkeypatch.setattr(offload, "adamw_rows", broken)
+    monkeypatch.setattr(StemTables, "adamw", broken)
     plan = tables.plan(torch.tensor([[1]]))
     rows = tables.fetch(plan)
     backward(rows, plan, 0)
