@@ -18,8 +18,9 @@ from pathlib import Path
 import torch
 
 from data.tokenizer import Tokenizer
+from device import rows_that_fit
 from model import GPT, GPTConfig
-from offload import HostTables
+from offload import FrozenTables
 from stem import StemTables
 
 FORMAT = 1  # goes up when an older load() could not read the file
@@ -99,14 +100,21 @@ def fill(model, tables, checkpoint):
         raise ValueError(f"the checkpoint's weights do not fit its shape ({type(e).__name__}): damaged?") from None
 
 
-def rebuild(checkpoint, device="cpu", dtype=torch.float32, offload=False):
-    """A checkpoint's model, in eval mode, its tables (offload: in host memory) and its tokenizer."""
+def rebuild(checkpoint, device="cpu", dtype=torch.float32, offload=False, cache_rows=0, int8=False):
+    """A checkpoint's model, in eval mode, its tables and its tokenizer.
+
+    offload: the tables are FrozenTables, in host memory, with cache_rows on the device (-1 = as fit), rounded if int8.
+    """
     try:
         config = GPTConfig(**checkpoint["model_config"])
         tokenizer = Tokenizer(checkpoint["meta"])
     except (TypeError, KeyError) as e:
         raise ValueError(f"the checkpoint's model_config or meta is not one ({type(e).__name__}): damaged?") from None
     model = GPT(config, dtype).to(device).eval()
-    tables = (HostTables if offload else StemTables)(*config.table_shape, std=None, device=device)
+    if offload:
+        cache_rows = rows_that_fit(cache_rows, config.table_shape, 4, device)
+        tables = FrozenTables(*config.table_shape, device, cache_rows, int8)
+    else:
+        tables = StemTables(*config.table_shape, std=None, device=device)
     fill(model, tables, checkpoint)
     return model, tables, tokenizer

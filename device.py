@@ -53,6 +53,22 @@ def compiled(model, wish, device):
     return torch.compile(model)
 
 
+def rows_that_fit(cache_rows, table_shape, itemsize, device):
+    """The setting cache_rows as a number: for -1 the rows that fit into half of the device's free memory, printed.
+
+    table_shape: (V, S, M). itemsize: bytes a number of a row takes, 12 with the state of its optimizer.
+    """
+    if cache_rows >= 0:
+        return cache_rows
+    V, S, M = table_shape
+    cache_rows, why = 0, f"the tables' host memory is that of {device}"
+    if device.startswith("cuda"):
+        free = torch.cuda.mem_get_info(device)[0]
+        cache_rows, why = min(V, free // 2 // max(1, S * M * itemsize)), f"half of the {free / 2**30:.1f} GiB free"
+    print(f"cache_rows {cache_rows:,} of {V:,} ({why})")
+    return cache_rows
+
+
 def peak_memory(device):
     """Bytes at most in use: of the allocator on cuda, elsewhere of the process, torch included; None on Windows."""
     if device.startswith("cuda"):

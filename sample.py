@@ -31,7 +31,13 @@ seed = 1
 device = "auto"  # auto (cuda, else mps, else cpu), or a torch device such as cpu or cuda:1
 dtype = "auto"  # auto, float32, bfloat16 or float16
 offload = False  # tables in host memory, only the rows in use on the device
-configure(globals())
+cache_rows = 0  # with offload: rows of the most used tokens that stay on the device, -1 = half its free memory
+table_dtype = "float32"  # with offload: of rows in memory, int8 takes a quarter; those in the cache are float32
+configure(globals(), minimum={"cache_rows": -1})
+if table_dtype not in ("float32", "int8"):
+    raise SystemExit(f"table_dtype must be float32 or int8, got {table_dtype!r}")
+if not offload and (cache_rows or table_dtype == "int8"):
+    raise SystemExit("cache_rows and int8 need --offload=True, tables in host memory")
 
 # ---------------------------------------------------------------------------------------------------------------------
 if start.startswith("FILE:"):
@@ -40,7 +46,8 @@ if start.startswith("FILE:"):
     except (OSError, UnicodeDecodeError) as e:
         raise SystemExit(f"cannot read the prompt {start!r}: {e}") from None
 device, torch_dtype = choose_device(device, dtype)
-model, tables, tokenizer = checkpoint.rebuild(checkpoint.load(out_dir), device, torch_dtype, offload)
+model, tables, tokenizer = checkpoint.rebuild(checkpoint.load(out_dir), device, torch_dtype, offload, cache_rows,
+                                              table_dtype == "int8")
 prompt = tokenizer.encode(start)
 if not prompt:  # something must come first: a document's start, or where there are no documents, a line's
     prompt = [tokenizer.end_id] if tokenizer.end_id is not None else tokenizer.encode("\n")

@@ -35,7 +35,7 @@ from tqdm import tqdm
 import checkpoint
 from configurator import arguments, settings_of
 from data.loader import open_dataset, recall
-from device import choose_device, compiled, peak_memory
+from device import choose_device, compiled, peak_memory, rows_that_fit
 from model import GPT, GPTConfig, print_accounting
 from offload import HostTables
 from stem import StemTables
@@ -87,13 +87,15 @@ log_interval = 100  # steps between log lines, 0 = none; log.csv has every step
 device = "auto"  # auto (cuda, else mps, else cpu), or a torch device such as cpu or cuda:1
 dtype = "auto"  # auto, float32, bfloat16 or float16: of activations and matmuls, master weights are fp32
 offload = False  # tables and their optimizer state in host memory, a step's rows on the device; results are the same
+cache_rows = 0  # with offload: rows of the most used tokens that stay on the device, -1 = half its free memory
+table_dtype = "float32"  # of rows in memory; int8 is for sample.py
 compile = "auto"  # torch.compile: auto (only on cuda), True or False
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What to do, and whether it can be done: what is wrong shall be found before anything is written into out_dir.
 
 POSITIVE = ("batch_size", "block_size", "gradient_accumulation_steps", "eval_iters", "rope_base")
-asked = arguments(globals(), minimum=dict.fromkeys(POSITIVE, 1))
+asked = arguments(globals(), minimum=dict.fromkeys(POSITIVE, 1) | {"cache_rows": -1})
 globals().update(asked)
 config = settings_of(globals())
 start = None
@@ -108,6 +110,9 @@ print("settings    " + (", ".join(f"{name}={value}" for name, value in asked.ite
 for wrong, why in ((min_lr > learning_rate, f"min_lr {min_lr} must be at most learning_rate {learning_rate}"),
                    (max(beta1, beta2) >= 1, f"beta1 and beta2 must be below 1, got {beta1} and {beta2}"),
                    (eval_only and not start, "eval_only needs --init_from=resume or the path of a checkpoint"),
+                   (asked.get("cache_rows") and not offload, "cache_rows needs --offload=True, tables in host memory"),
+                   (table_dtype != "float32", f"table_dtype must be float32 to train, got {table_dtype!r}: most "
+                    "updates are smaller than the steps of int8 and would be lost. sample.py takes int8"),
                    (not out_dir, "out_dir is empty: name a folder, . for this one"),
                    (compile not in ("auto", True, False), f"compile must be auto, True or False, got {compile!r}")):
     if wrong:
@@ -136,7 +141,8 @@ shape_and_start = (*model_config.table_shape, None if start else model_config.ta
                    seed + 2**31)
 sequences = gradient_accumulation_steps * batch_size  # in a step
 if offload:
-    tables = HostTables(*shape_and_start, max_rows=sequences * block_size, dtype=torch_dtype)
+    cache_rows = rows_that_fit(cache_rows, model_config.table_shape, 12, device)
+    tables = HostTables(*shape_and_start, sequences * block_size, torch_dtype, cache_rows)
 else:
     tables = StemTables(*shape_and_start)
 optimizer = model.configure_optimizer(learning_rate, weight_decay, (beta1, beta2))
@@ -153,6 +159,8 @@ if init_from == "resume":
     if start["scaler"]:  # empty unless it was float16
         scaler.load_state_dict(start["scaler"])
     step, seconds, best_val_loss = start["step"], start["seconds"], checkpoint.load(out_dir)["best_val_loss"]
+if offload and cache_rows:
+    tables.warm_start(data.get_batch("train", step + i, sequences)[0] for i in range(100))  # steps to come
 start = None  # a loaded checkpoint is as large as the model
 parameters = list(model.parameters())
 forward = compiled(model, compile, device)  # model itself keeps its parameters' own names, for checkpoints

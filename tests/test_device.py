@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import ROOT
 
-from device import choose_device, compiled, peak_memory
+from device import choose_device, compiled, peak_memory, rows_that_fit
 
 
 @pytest.fixture
@@ -67,6 +67,15 @@ def test_compile_is_on_where_it_pays_or_where_it_is_asked_for(monkeypatch, capsy
         assert compiled("plain", wish, device) == model
     assert compiled("plain", "auto", "cuda:1") == "compiled"
     assert capsys.readouterr().out.count("compile o") == 4
+
+
+def test_cache_rows_are_as_set_or_half_the_free_memory(monkeypatch, capsys):
+    """100,000 bytes free, rows of 2 layers of 10 numbers with moments: 240 bytes, so 208 of them in half of it."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100_000, 200_000))
+    assert rows_that_fit(7, (50, 2, 10), 12, "cuda") == 7 and rows_that_fit(-1, (50, 2, 10), 12, "cpu") == 0
+    assert rows_that_fit(-1, (999, 2, 10), 12, "cuda") == 208 and rows_that_fit(-1, (50, 2, 10), 12, "cuda:1") == 50
+    assert rows_that_fit(-1, (50, 0, 10), 12, "cuda") == 50  # of a dense model
+    assert capsys.readouterr().out.count("cache_rows ") == 4
 
 
 def test_peak_memory_is_the_process_s_own():

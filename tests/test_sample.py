@@ -118,4 +118,29 @@ def test_a_model_of_nan_says_so(script, tmp_path):
 
 def test_offloaded_tables_sample_the_same_text(sample):
     args = ("--start=a", "--stop=False", "--max_new_tokens=40")
-    assert sample(*args, "--offload=True") == sample(*args)
+    for more in ([], ["--cache_rows=2"], ["--cache_rows=-1"]):
+        assert sample(*args, "--offload=True", *more).splitlines()[-1] == sample(*args).splitlines()[-1]
+
+
+def test_int8_tables_are_rounded_unless_they_are_hot(script, tmp_path):
+    """One large number makes its row's steps too large for the others."""
+    model, tables = tiny_model()
+    tables.weight[..., 0] *= 300
+    write(tmp_path / "run", model, tables, {"tokenizer": "word", "vocab": WORDS})
+    args = ("--out_dir=run", "--device=cpu", "--start=a", "--stop=False", "--max_new_tokens=40")
+    full, hot, rounded = (
+        script("sample.py", *args, *more)
+        for more in (
+            [],
+            ["--offload=True", "--table_dtype=int8", "--cache_rows=50"],
+            ["--offload=True", "--table_dtype=int8", "--cache_rows=3"],
+        )
+    )
+    assert full == hot != rounded
+
+
+def test_a_cache_and_int8_need_offload_and_a_dtype_that_is_one(sample):
+    for flag, why in (("--table_dtype=int8", "need --offload"), ("--cache_rows=2", "need --offload"),
+                      ("--table_dtype=int4", "float32 or int8, got 'int4'")):
+        with pytest.raises(SystemExit, match=why):
+            sample(flag)

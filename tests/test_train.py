@@ -115,26 +115,40 @@ def test_data_without_questions_has_no_recall(script, train, tmp_path):
     )
 
 
-@pytest.mark.parametrize("flags", [[], ["--gradient_accumulation_steps=3", "--grad_clip=0.5"], ["--stem_every=0"]])
-def test_offloaded_training_equals_resident_training_bitwise(train, flags):
-    """Losses, val losses, recall and every number of the checkpoint, moments and counts too."""
+@pytest.mark.parametrize(
+    "flags, K", [([], 0), (["--gradient_accumulation_steps=3", "--grad_clip=0.5"], 30), (["--stem_every=0"], 9)]
+)
+def test_offloaded_training_equals_resident_training_bitwise(train, flags, K):
+    """Losses, val losses, recall and every number of the checkpoint, moments and counts too; with and without cache."""
     train("--out_dir=resident", "--max_iters=6", *flags)
-    out = train("--out_dir=offloaded", "--max_iters=6", "--offload=True", *flags)
+    out = train("--out_dir=offloaded", "--max_iters=6", "--offload=True", f"--cache_rows={K}", *flags)
     a, b = (checkpoint.load(name) for name in ("resident", "offloaded"))
     for part in ("model", "tables"):
         assert all(torch.equal(t, b[part][name]) for name, t in a[part].items())
     for x, y in zip(log("resident"), log("offloaded")):
         assert all(x[name] == y[name] for name in ("loss", "norm", "lr", "val_loss"))
-        assert int(y["rows"]) == int(y["early"]) + int(y["late"]) and "rows" not in x
+        assert int(y["rows"]) == int(y["hot"]) + int(y["early"]) + int(y["late"]) and "rows" not in x
+        assert (float(y["row_hit_rate"]) > 0.2) == (float(y["token_hit_rate"]) > 0.2) == (K > 0)  # from the first step
     assert summary("resident")["recall"] == summary("offloaded")["recall"]
     assert "offload     a step: rows" in out and "resident tables hold" in out
+
+
+def test_a_cache_and_int8_are_refused_where_they_cannot_be(train):
+    for flags, why in (
+        (["--cache_rows=5"], "needs --offload=True"),
+        (["--cache_rows=-2", "--offload=True"], "at least -1"),
+        (["--offload=True", "--table_dtype=int8"], "updates are smaller than the steps of int8"),
+    ):
+        with pytest.raises(SystemExit, match=why):
+            train(*flags)
+        assert not Path("out").exists()
 
 
 def test_a_resume_may_change_where_tables_are(train, script):
     """Two steps, then two more in the other mode, and back: the uninterrupted run to the last bit."""
     train("--out_dir=whole", "--max_iters=6")
     whole = checkpoint.load("whole/ckpt.pt")
-    train("--out_dir=parts", "--max_iters=2", "--lr_decay_iters=6", "--offload=True")
+    train("--out_dir=parts", "--max_iters=2", "--lr_decay_iters=6", "--offload=True", "--cache_rows=20")
     for steps, offload in ((4, False), (6, True)):
         script("train.py", "--init_from=resume", "--out_dir=parts", f"--max_iters={steps}", f"--offload={offload}")
     parts = checkpoint.load("parts/ckpt.pt")
