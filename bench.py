@@ -13,8 +13,11 @@ from minute to minute and its ratios much less. Peak memory is that of a process
     embedding   training over STEM with nn.Embedding tables under torch.optim.AdamW
     tables      fetch, lookup, its gradient and update alone, over the same and over larger vocabularies
     decode      generating with and without KV cache, STEM over dense
-    offload     training and generating with tables in host memory over resident, on real text and on uniform ids;
-                needs data/shakespeare/prepare.py to have run
+    offload     training and generating with tables in host memory over resident, on real text and on uniform ids
+    cache       which of a step's rows are hot and what moves, by how a cache chooses; training with one over without
+    int8        perplexity of out_dir's model on its val split with its tables in int8, and generating with them
+
+The last three need data/shakespeare/prepare.py to have run, the last a trained config/stem_shakespeare.py.
 """
 
 import functools
@@ -24,6 +27,7 @@ import os
 import platform
 import statistics
 import time
+from collections import OrderedDict
 from json import dumps
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,17 +38,19 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+import checkpoint
 from configurator import configure
 from data.loader import open_dataset
 from device import choose_device, peak_memory
 from model import GPT, GPTConfig
-from offload import HostTables
+from offload import FrozenTables, HostTables
 from stem import Plan, StemTables
 
 # ---------------------------------------------------------------------------------------------------------------------
 only = ""  # sections, as "training,decode"; empty = all
 rounds = 7  # measured turns of each contender, after one that is not
 memory_limit = 8.0  # GiB for which to tell the largest batch
+out_dir = "out/stem_shakespeare"  # the run whose model the int8 section takes
 json = ""  # file to write the rows to, too
 device = "auto"  # auto (cuda, else mps, else cpu), or a torch device such as cpu or cuda:1
 dtype = "auto"  # auto, float32, bfloat16 or float16
@@ -123,9 +129,18 @@ def trained_tables(V, S, M):
     return tables
 
 
-def host_tables(V, S, M):
-    """The same tables in host memory."""
-    tables = HostTables(V, S, M, None, device=device, max_rows=2048, dtype=dtype)
+def host_tables(V, S, M, cache_rows=0):
+    """The same tables in host memory; a cache is filled for text_batch."""
+    tables = HostTables(V, S, M, None, device=device, max_rows=2048, dtype=dtype, cache_rows=cache_rows)
+    tables.load_state_dict(trained_tables(V, S, M).state_dict(), assign=True)
+    if cache_rows:
+        tables.warm_start(shakespeare(256).get_batch("train", step, 8)[0] for step in range(100))
+    return tables
+
+
+def frozen_tables(V, S, M, **more):
+    """The same to generate with."""
+    tables = FrozenTables(V, S, M, device, **more)
     tables.load_state_dict(trained_tables(V, S, M).state_dict(), assign=True)
     return tables
 
@@ -326,7 +341,7 @@ def offload():
             share = moved["device_stall_ms"] / statistics.median(times["offloaded"])
             report(f"{name}: of a step", share, goal="below 0.05")
     for n in (1, 8):
-        times = take_turns(resident=generation(3, n=n), offloaded=generation(3, make_tables=host_tables, n=n))
+        times = take_turns(resident=generation(3, n=n), offloaded=generation(3, make_tables=frozen_tables, n=n))
         report(f"decoding {n}: offloaded over resident, ms", 1 / ratio(times, "resident", "offloaded"))
     if device.startswith("cuda"):
         pinned_copy()
@@ -341,7 +356,92 @@ def pinned_copy():
         report(f"pinned copy {way}", 2**28 / 1e6 / statistics.median(ms), "GB/s")
 
 
-SECTIONS = {f.__name__: f for f in (training, memory, plain, embedding, tables, decode, offload)}
+def lfu(steps, V, K):
+    """(hot, swaps) of each step's rows in this project's cache, started as train.py does; rows of a single number."""
+    tables, counts = HostTables(V, 1, 1, None, max_rows=V, cache_rows=K), []
+    tables.warm_start(steps[:100])
+    for ids in steps:
+        plan = tables.plan(ids)
+        rows = tables.fetch(plan)
+        rows.grad = torch.zeros_like(rows)
+        tables.update(plan, rows, 0.0)
+        counts.append((tables.moved["hot"], tables.moved["swaps"]))
+    return counts
+
+
+def lru(steps, K):
+    """The same of a cache that takes in each row it misses, for the one that was not used for the longest time."""
+    cache, counts = OrderedDict(), []
+    for ids in steps:
+        hot = sum(token in cache for token in ids.tolist())
+        cache |= dict.fromkeys(ids.tolist())
+        [cache.move_to_end(token) for token in ids.tolist()]
+        while len(cache) > K:
+            cache.popitem(last=False)
+        counts.append((hot, min(K, len(ids) - hot)))
+    return counts
+
+
+def top(steps, uses, K):
+    """The same of the K tokens with the most uses, which never change."""
+    kept = torch.zeros(len(uses), dtype=torch.bool)
+    kept[uses.topk(K).indices] = True
+    return [(int(kept[ids].sum()), 0) for ids in steps]
+
+
+def cache():
+    for name in ("shakespeare", "facts"):
+        data = open_dataset(name, 64, 0)
+        V, steps = data.tokenizer.vocab_size, [data.get_batch("train", step, 8)[0].unique() for step in range(1000)]
+        corpus = torch.from_numpy(data.tokens("train").astype("int64")).bincount(minlength=V)
+        presence = torch.cat(steps).bincount(minlength=V)
+        total = sum(map(len, steps))
+        report(f"{name}: distinct of 512 tokens", total / len(steps), "rows")
+        for share in (0.01, 0.05, 0.25):
+            K = round(share * int((corpus > 0).sum()))
+            counts = {"lfu": lfu(steps, V, K), "lru": lru(steps, K), "top of the text": top(steps, corpus, K),
+                      "top of these steps": top(steps, presence, K)}
+            for way, count in counts.items():
+                hot, swaps = map(sum, zip(*count))
+                traffic = (8 * (total - hot) + 24 * swaps) / (8 * total)
+                report(f"{name}, {K} rows, {way}: hit rate", hot / total)
+                report(f"{name}, {K} rows, {way}: swaps a step", swaps / len(steps), f"traffic {traffic:.2f}")
+    config = shape(384, 6, 50257, 3)
+    kinds = {"offloaded": host_tables, "cached": functools.partial(host_tables, cache_rows=560)}
+    runs = {kind: training_step(config, 2048, GPT, make, text_batch) for kind, make in kinds.items()}
+    times = take_turns(**runs)
+    report("training with 560 cached rows over without, ms", 1 / ratio(times, "offloaded", "cached"))
+    for kind, run in runs.items():
+        tables, rows = run()
+        moved, R = tables.moved, rows[0].numel()
+        bytes_up = R * ((moved["rows"] - moved["hot"]) * dtype.itemsize + 12 * moved["swaps"])
+        assert moved["bytes_up"] == bytes_up, "not the formula's bytes up"
+        report(f"{kind}: hot of {moved['rows']} rows", moved["hot"])
+        report(f"{kind}: up and down a step", (moved["bytes_up"] + moved["bytes_down"]) / 2**20, "MiB")
+        if device.startswith("cuda"):
+            report(f"{kind}: the device waited", moved["device_stall_ms"], "ms")
+
+
+@torch.no_grad()
+def int8():
+    saved = checkpoint.load(out_dir)
+    data = open_dataset(saved["settings"]["dataset"], saved["model_config"]["block_size"], 0)
+    ways = {"fp32": {}, "int8": {"int8": True}, "int8, 560 hot rows in fp32": {"int8": True, "cache_rows": 560}}
+    for name, how in ways.items():
+        model, tables, _ = checkpoint.rebuild(saved, device, dtype, offload=True, **how)
+        losses = []
+        for step in range(50):
+            x, y = data.get_batch("val", step, 8)
+            plan = tables.plan(x)
+            losses.append(model(x.to(device), tables.fetch(plan), plan.inv.to(device), y.to(device)).item())
+        report(f"perplexity, {name}", math.exp(statistics.mean(losses)))
+        report(f"rows in memory, {name}", (tables.host.weight.nbytes + tables.scale.nbytes) / 2**20, "MiB")
+    times = take_turns(fp32=generation(3, make_tables=frozen_tables),
+                       int8=generation(3, make_tables=functools.partial(frozen_tables, int8=True)))
+    report("generating, int8 over fp32, ms", 1 / ratio(times, "fp32", "int8"))
+
+
+SECTIONS = {f.__name__: f for f in (training, memory, plain, embedding, tables, decode, offload, cache, int8)}
 
 if __name__ == "__main__":
     configure(globals(), minimum={"rounds": 1})
@@ -349,8 +449,10 @@ if __name__ == "__main__":
         raise SystemExit(f"there is no section {', '.join(unknown)}; there are {', '.join(SECTIONS)}")
     device, dtype = choose_device(device, dtype)
     results, sections = [], only.split(",") if only else SECTIONS
-    if "offload" in sections:
+    if {"offload", "cache"} & set(sections):
         shakespeare(256)  # that the text is missing is said now, not after minutes
+    if "int8" in sections:
+        checkpoint.load(out_dir)
     for section in sections:
         SECTIONS[section]()
     if json:

@@ -123,12 +123,15 @@ class Slots:
             self.use_now = 1.0
 
     def swaps(self, tokens, factor=1.0, uses=0):
-        """(tokens, slots): which of these tokens should get whose slots: hotter by a factor and by that many uses."""
+        """(tokens, slots): which of these tokens should get whose slots: hotter by a factor and by that many uses.
+
+        For an empty slot one use is enough.
+        """
         tokens = tokens[self.of[tokens] < 0]
         tokens = tokens[self.freq[tokens].argsort(descending=True, stable=True)][: len(self.token)]
-        held = torch.where(self.token < 0, -1.0, self.freq[self.token])  # empty slots go first
-        slots = held.argsort(stable=True)[: len(tokens)]
-        hotter = self.freq[tokens] > factor * held[slots] + uses * self.use_now
+        least = torch.where(self.token < 0, 0.0, factor * self.freq[self.token] + uses * self.use_now)
+        least, slots = least.topk(len(tokens), largest=False)
+        hotter = self.freq[tokens] > least
         return tokens[hotter], slots[hotter]
 
     def give(self, tokens, slots):
@@ -143,10 +146,10 @@ class HostTables:
 
     max_rows: distinct tokens of a step at most; a larger plan is not prefetched. dtype: in which rows travel; half
     precision only where the model's activations are rounded to it anyway. cache_rows: K, rows of the most used tokens
-    to keep on the device, chosen anew after every so many updates. Device bytes: 12 R K and two lanes of max_rows rows.
+    to keep on the device, chosen anew at intervals. Device bytes: 12 R K and two lanes of max_rows rows.
     """
 
-    every = 50
+    rebalance_interval = 50  # updates
 
     def __init__(self, vocab_size, n_stem, d_ff, std, betas=(0.9, 0.95), device="cpu", seed=0, max_rows=0,
                  dtype=torch.float32, cache_rows=0):
@@ -307,7 +310,7 @@ class HostTables:
         self._submit(self._adamw, plan.ids[cold], grad, ready, lr)
         self.slots.use(plan.ids)
         self.updates += 1
-        if self.updates % self.every == 0:
+        if self.updates % self.rebalance_interval == 0:
             self._rebalance()
 
     def read(self, ids):
@@ -370,8 +373,11 @@ class FrozenTables:
         rows[cold] = sent * self.scale[ids[cold]].to(self.device).float() if self.int8 else sent
         return rows, cold
 
-    plan = property(lambda self: self.host.plan)
     prefetch = StemTables.prefetch
+
+    def plan(self, ids):
+        """As of StemTables."""
+        return self.host.plan(ids)
 
     def fetch(self, plan):
         """As of StemTables, without a gradient; ValueError where one is asked for."""

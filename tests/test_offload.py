@@ -24,7 +24,7 @@ DEVICES = [
 def pair(device="cpu", every=3, **more):
     """Resident and offloaded tables of the same rows; a cache changes every few updates."""
     offloaded = HostTables(V, S, M, 0.5, device=device, max_rows=32, **more)
-    offloaded.every = every
+    offloaded.rebalance_interval = every
     return StemTables(V, S, M, 0.5, device=device), offloaded
 
 
@@ -328,10 +328,10 @@ def test_the_slots_hold_what_they_say():
             slots.use(torch.tensor([token]))
     slots.give(torch.tensor([6, 8]), torch.tensor([1, 3]))
     tokens, places = slots.swaps(torch.tensor([5, 6, 7, 9, 10]))
-    assert tokens.tolist() == [10, 9, 7] and places.tolist() == [0, 2, 1]  # 5 is colder than 8
+    assert tokens.tolist() == [10, 9, 7] and sorted(places.tolist()[:2]) == [0, 2] and places[2] == 1  # not 5 for 8
     slots.give(tokens, places)
-    assert slots.token.tolist() == [10, 7, 9, 8]
-    assert [slots.of[token].item() for token in (5, 6, 7, 8, 9, 10)] == [-1, -1, 1, 3, 2, 0]
+    assert sorted(slots.token.tolist()) == [7, 8, 9, 10] and slots.of[[5, 6]].tolist() == [-1, -1]
+    assert slots.of[slots.token].tolist() == [0, 1, 2, 3] and slots.token[[1, 3]].tolist() == [7, 8]
     assert not len(slots.swaps(torch.tensor([5, 6]), factor=1.1, uses=4)[0])
 
 
