@@ -427,6 +427,7 @@ def int8():
     saved = checkpoint.load(out_dir)
     data = open_dataset(saved["settings"]["dataset"], saved["model_config"]["block_size"], 0)
     ways = {"fp32": {}, "int8": {"int8": True}, "int8, 560 hot rows in fp32": {"int8": True, "cache_rows": 560}}
+    perplexity = {}
     for name, how in ways.items():
         model, tables, _ = checkpoint.rebuild(saved, device, dtype, offload=True, **how)
         losses = []
@@ -434,7 +435,9 @@ def int8():
             x, y = data.get_batch("val", step, 8)
             plan = tables.plan(x)
             losses.append(model(x.to(device), tables.fetch(plan), plan.inv.to(device), y.to(device)).item())
-        report(f"perplexity, {name}", math.exp(statistics.mean(losses)))
+        perplexity[name] = math.exp(statistics.mean(losses))
+        report(f"perplexity, {name}", perplexity[name])
+        report(f"perplexity over fp32's, {name}", 100 * (perplexity[name] / perplexity["fp32"] - 1), "%")
         report(f"rows in memory, {name}", (tables.host.weight.nbytes + tables.scale.nbytes) / 2**20, "MiB")
     times = take_turns(fp32=generation(3, make_tables=frozen_tables),
                        int8=generation(3, make_tables=functools.partial(frozen_tables, int8=True)))
