@@ -208,6 +208,18 @@ class HostTables:
             table[leaving] = state[name]
         return {name: table[entering] for name, table in self.host.state_dict().items()}
 
+    def _count(self, plan, hot, late, start):
+        """Note what the rows of a step cost; on a GPU the wait is known when the step is over."""
+        if self.wait:
+            self.wait[1].record()
+        U, n_hot, number = len(plan.ids), int(hot.sum()), self.host.weight[0].numel()
+        held = 2 * self.early.buffer.nbytes + 12 * number * (U + len(self.slots.token))  # lanes; leaf, gradient, unbind
+        self.moved |= {
+            "rows": U, "hot": n_hot, "early": U - n_hot - len(late), "late": len(late),
+            "row_hit_rate": n_hot / max(1, U), "token_hit_rate": hot[plan.inv].float().mean().item(), "swaps": 0,
+            "bytes_up": (U - n_hot) * number * self.early.buffer.itemsize, "bytes_down": (U - n_hot) * number * 4,
+            "device_bytes": held, "host_stall_ms": 1000 * (time.perf_counter() - start)}
+
     # -----------------------------------------------------------------------------------------------------------------
     # The cache.
 
@@ -234,18 +246,6 @@ class HostTables:
         for ids in batches:
             self.slots.use(ids.unique())
         self._rebalance()
-
-    def _count(self, plan, hot, late, start):
-        """Note what the rows of a step cost; on a GPU the wait is known when the step is over."""
-        if self.wait:
-            self.wait[1].record()
-        U, n_hot, number = len(plan.ids), int(hot.sum()), self.host.weight[0].numel()
-        held = 2 * self.early.buffer.nbytes + 12 * number * (U + len(self.slots.token))  # lanes; leaf, gradient, unbind
-        self.moved |= {
-            "rows": U, "hot": n_hot, "early": U - n_hot - len(late), "late": len(late),
-            "row_hit_rate": n_hot / max(1, U), "token_hit_rate": hot[plan.inv].float().mean().item(), "swaps": 0,
-            "bytes_up": (U - n_hot) * number * self.early.buffer.itemsize, "bytes_down": (U - n_hot) * number * 4,
-            "device_bytes": held, "host_stall_ms": 1000 * (time.perf_counter() - start)}
 
     # -----------------------------------------------------------------------------------------------------------------
     # The verbs.
@@ -310,7 +310,7 @@ class HostTables:
         self._submit(self._adamw, plan.ids[cold], grad, ready, lr)
         self.slots.use(plan.ids)
         self.updates += 1
-        if self.updates % self.rebalance_interval == 0:
+        if len(self.slots.token) and self.updates % self.rebalance_interval == 0:
             self._rebalance()
 
     def read(self, ids):
