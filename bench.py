@@ -357,28 +357,31 @@ def pinned_copy():
 
 
 def lfu(steps, V, K):
-    """(hot, swaps) of each step's rows in this project's cache, started as train.py does; rows of a single number."""
-    tables, counts = HostTables(V, 1, 1, None, max_rows=V, cache_rows=K), []
+    """(hot rows, swaps, bytes a number) of each step, of this project's cache, started as train.py does."""
+    tables, counts = HostTables(V, 1, 1, None, max_rows=V, cache_rows=K), []  # rows of a single number
     tables.warm_start(steps[:100])
     for ids in steps:
         plan = tables.plan(ids)
         rows = tables.fetch(plan)
         rows.grad = torch.zeros_like(rows)
         tables.update(plan, rows, 0.0)
-        counts.append((tables.moved["hot"], tables.moved["swaps"]))
+        moved = tables.moved
+        counts.append((moved["hot"], moved["swaps"], moved["bytes_up"] + moved["bytes_down"]))
     return counts
 
 
 def lru(steps, K):
     """The same of a cache that takes in each row it misses, for the one that was not used for the longest time."""
     cache, counts = OrderedDict(), []
-    for ids in steps:
-        hot = sum(token in cache for token in ids.tolist())
-        cache |= dict.fromkeys(ids.tolist())
-        [cache.move_to_end(token) for token in ids.tolist()]
+    for ids in map(torch.Tensor.tolist, steps):
+        hot = sum(token in cache for token in ids)
+        taken = min(K, len(ids) - hot)
+        cache |= dict.fromkeys(ids)
+        for token in ids:
+            cache.move_to_end(token)
         while len(cache) > K:
             cache.popitem(last=False)
-        counts.append((hot, min(K, len(ids) - hot)))
+        counts.append((hot, taken, 24 * taken + 8 * (len(ids) - hot - taken)))
     return counts
 
 
@@ -386,7 +389,7 @@ def top(steps, uses, K):
     """The same of the K tokens with the most uses, which never change."""
     kept = torch.zeros(len(uses), dtype=torch.bool)
     kept[uses.topk(K).indices] = True
-    return [(int(kept[ids].sum()), 0) for ids in steps]
+    return [(int(kept[ids].sum()), 0, 8 * int((~kept[ids]).sum())) for ids in steps]
 
 
 def cache():
@@ -402,10 +405,10 @@ def cache():
             counts = {"lfu": lfu(steps, V, K), "lru": lru(steps, K), "top of the text": top(steps, corpus, K),
                       "top of these steps": top(steps, presence, K)}
             for way, count in counts.items():
-                hot, swaps = map(sum, zip(*count))
-                traffic = (8 * (total - hot) + 24 * swaps) / (8 * total)
+                hot, swaps, moved = map(sum, zip(*count))
                 report(f"{name}, {K} rows, {way}: hit rate", hot / total)
-                report(f"{name}, {K} rows, {way}: swaps a step", swaps / len(steps), f"traffic {traffic:.2f}")
+                report(f"{name}, {K} rows, {way}: swaps a step", swaps / len(steps))
+                report(f"{name}, {K} rows, {way}: bytes over no cache's", moved / (8 * total))
     config = shape(384, 6, 50257, 3)
     kinds = {"offloaded": host_tables, "cached": functools.partial(host_tables, cache_rows=560)}
     runs = {kind: training_step(config, 2048, GPT, make, text_batch) for kind, make in kinds.items()}
@@ -445,17 +448,23 @@ def int8():
 
 
 SECTIONS = {f.__name__: f for f in (training, memory, plain, embedding, tables, decode, offload, cache, int8)}
+NEEDS = {"offload": lambda: shakespeare(256), "cache": lambda: shakespeare(256),
+         "int8": lambda: checkpoint.load(out_dir)}
 
 if __name__ == "__main__":
     configure(globals(), minimum={"rounds": 1})
     if unknown := set(only.split(",")) - {"", *SECTIONS}:
         raise SystemExit(f"there is no section {', '.join(unknown)}; there are {', '.join(SECTIONS)}")
     device, dtype = choose_device(device, dtype)
-    results, sections = [], only.split(",") if only else SECTIONS
-    if {"offload", "cache"} & set(sections):
-        shakespeare(256)  # that the text is missing is said now, not after minutes
-    if "int8" in sections:
-        checkpoint.load(out_dir)
+    results, sections = [], only.split(",") if only else list(SECTIONS)
+    for section in list(sections):
+        try:
+            NEEDS.get(section, int)()
+        except ValueError as e:  # said now, not after minutes
+            if only:
+                raise
+            sections.remove(section)
+            print(f"{section:10} left out: {e}")
     for section in sections:
         SECTIONS[section]()
     if json:

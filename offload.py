@@ -146,7 +146,8 @@ class HostTables:
 
     max_rows: distinct tokens of a step at most; a larger plan is not prefetched. dtype: in which rows travel; half
     precision only where the model's activations are rounded to it anyway. cache_rows: K, rows of the most used tokens
-    to keep on the device, chosen anew at intervals. Device bytes: 12 R K and two lanes of max_rows rows.
+    to keep on the device, chosen anew at intervals. Device bytes: 12 R K, two lanes of max_rows rows, and 12 R U for a
+    step's rows, their gradients and what autograd stacks them from.
     """
 
     rebalance_interval = 50  # updates
@@ -216,9 +217,10 @@ class HostTables:
         held = 2 * self.early.buffer.nbytes + 12 * number * (U + len(self.slots.token))  # lanes; leaf, gradient, unbind
         self.moved |= {
             "rows": U, "hot": n_hot, "early": U - n_hot - len(late), "late": len(late),
-            "row_hit_rate": n_hot / max(1, U), "token_hit_rate": hot[plan.inv].float().mean().item(), "swaps": 0,
-            "bytes_up": (U - n_hot) * number * self.early.buffer.itemsize, "bytes_down": (U - n_hot) * number * 4,
-            "device_bytes": held, "host_stall_ms": 1000 * (time.perf_counter() - start)}
+            "row_hit_rate": n_hot / max(1, U), "token_hit_rate": int(hot[plan.inv].sum()) / max(1, plan.inv.numel()),
+            "swaps": 0, "bytes_up": (U - n_hot) * number * self.early.buffer.itemsize,
+            "bytes_down": (U - n_hot) * number * 4, "device_bytes": held,
+            "host_stall_ms": 1000 * (time.perf_counter() - start)}
 
     # -----------------------------------------------------------------------------------------------------------------
     # The cache.
@@ -237,7 +239,7 @@ class HostTables:
             table[places.to(table.device)] = state[name].to(table.device)
         slots.give(tokens, places)
         number = 12 * self.host.weight[0].numel()
-        self.moved["swaps"] = len(tokens)
+        self.moved["swaps"] += len(tokens)
         self.moved["bytes_up"] += number * len(tokens)
         self.moved["bytes_down"] += number * len(full)
 
@@ -281,7 +283,8 @@ class HostTables:
             where = hot.nonzero()[:, 0]
             rows[where.to(self.device)] = self.hot.weight.flatten(1)[slots[where].to(self.device)]
         else:
-            late, rows = (~hot).nonzero()[:, 0], self.read(plan.ids).flatten(1).to(self.device)
+            late = (~hot).nonzero()[:, 0]
+            rows = self.read(plan.ids).flatten(1).to(self.early.buffer.dtype).to(self.device).float()
         if torch.is_grad_enabled():
             self.running = plan
             self._count(plan, hot, late, start)
@@ -334,14 +337,15 @@ class HostTables:
 
     def load_state_dict(self, state, assign=False):
         """As of StemTables. The cache is then empty, until the next time it is filled."""
+        self.state_dict()  # writes hot rows back: a state that does not fit leaves the old one
         self.ahead = None
-        self._join(self._submit(self.host.load_state_dict, state, assign))
         self.slots.token.fill_(-1)
         self.slots.of.fill_(-1)
+        self._join(self._submit(self.host.load_state_dict, state, assign))
 
 
 class FrozenTables:
-    """Tables in host memory to generate with: the verbs of StemTables but for update, since nothing is trained.
+    """Tables in host memory to generate with: the verbs of StemTables but for reduce and update.
 
     cache_rows: K rows on the device too, at first those of the tokens that training met most. In fp32 a row that had to
     come for a token takes the place of a less used one, at no cost. int8: in a row of a layer the largest number is
@@ -413,14 +417,15 @@ class FrozenTables:
 
     def load_state_dict(self, state, assign=False):
         """As of StemTables; fills the cache."""
-        loaded = self.host = StemTables(*self.shape, None)
+        loaded = StemTables(*self.shape, None)
         loaded.load_state_dict(state, assign)
-        weight, self.slots = loaded.weight, Slots(self.shape[0], len(self.slots.token))
+        self.host, weight, self.slots = loaded, loaded.weight, Slots(self.shape[0], len(self.slots.token))
         self.slots.freq += loaded.count * (Slots.WINDOW / max(1, loaded.count.max()))
         tokens = self.slots.freq.topk(len(self.slots.token)).indices
         self.slots.give(tokens, torch.arange(len(tokens)))
         self.hot.copy_(weight[tokens])
         if self.int8:
+            del loaded.exp_avg, loaded.exp_avg_sq
             loaded.weight = torch.empty(self.shape, dtype=torch.int8)
             for ids in torch.arange(self.shape[0]).split(1024):  # in pieces: no second copy of a large table
                 self._store(ids, weight[ids])

@@ -231,8 +231,10 @@ def test_half_precision_rows_are_the_rounded_rows():
     """What the layer would do with them anyway; the tables stay fp32, and gradients travel in fp32."""
     tables = pair(dtype=torch.bfloat16)[1]
     plan = tables.plan(torch.tensor([[3, 4]]))
+    at_once = tables.fetch(plan)
     tables.prefetch(plan)
     rows = tables.fetch(plan)
+    assert torch.equal(rows, at_once) and tables.moved["bytes_up"] == 2 * S * M * 2
     assert rows.dtype == torch.float32 and torch.equal(rows, tables.host.weight[plan.ids].bfloat16().float())
     backward(rows, plan, 0)
     before = tables.read(plan.ids)
@@ -424,6 +426,17 @@ def test_frozen_tables_are_not_trained_nor_saved_when_rounded():
         other.fetch(other.plan(torch.tensor([[1]])))
     with pytest.raises(ValueError, match="no checkpoint to go on from"):
         other.state_dict()
+
+
+def test_a_state_that_does_not_fit_leaves_the_rows_as_they_were():
+    hot = pair(cache_rows=V)[1]
+    hot.warm_start([torch.arange(V)] * 9)
+    train_steps(hot, overlapping(5))
+    for tables in (hot, frozen(K=4)[1], frozen(K=4, int8=True)[1]):
+        before = tables.read(torch.arange(V))
+        with pytest.raises(ValueError, match="weight is"):
+            tables.load_state_dict(StemTables(V + 1, S, M, 0.5).state_dict())
+        assert torch.equal(tables.read(torch.arange(V)), before)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
