@@ -3,16 +3,13 @@
 import multiprocessing
 import os
 import socket
-import sys
 import time
-import traceback
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
-import shard
+from device import join_processes, total
 from offload import HostTables
 from shard import ShardedTables
 from stem import StemTables
@@ -76,7 +73,7 @@ def steps(tables, batches, rank=0, world=1, lr=0.1):
         if step % 2:
             rows.grad.mul_(0.5)  # as clipping does
         tables.update(plan, rows, lr)
-        out += [torch.tensor(shard.total(loss.item()) / world), norm2]
+        out += [torch.tensor(total(loss.item()) / world), norm2]
         plan = following
     return torch.stack(out)
 
@@ -90,7 +87,7 @@ def batches():
 
 def verbs():
     """Everything that a rank can tell, of resident and of offloaded tables."""
-    rank, world, _ = shard.start()
+    rank, world, _ = join_processes()
     told = {}
     for kind in (StemTables, HostTables):
         tables = ShardedTables(kind, V, S, M, 0.5)
