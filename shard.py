@@ -2,15 +2,13 @@
 Tables split over processes. ShardedTables answers the verbs of stem.StemTables, but each of `world` processes (ranks)
 holds only the rows with id % world == rank and their optimizer state, on its device or in host memory.
 
-    torchrun --standalone --nproc_per_node=8 train.py config/stem_openwebtext.py
-
 A step's batch is a function of the seed: every rank draws all of it, and knows without asking which rows it takes.
 
     fetch    each rank gives those it owns, and all get them all             all-gather
     reduce   a row's gradient goes to its owner, averaged as DDP does        reduce-scatter, and a number for the norm
     update   the owner's AdamW: once a step, whichever ranks saw the token   nothing
 
-All ranks must call all verbs in one order with the same ids, or the others wait for ever. Shapes as in stem.py.
+All ranks must call all verbs in one order with the same ids, or they wait. train.py puts DDP around the dense part.
 """
 
 from typing import NamedTuple
@@ -27,16 +25,13 @@ class ShardedPlan(NamedTuple):
 
     ids: torch.Tensor
     inv: torch.Tensor
-    mine: Plan  # ids (n,) of this rank's rows as its own tables number them, id // world; inv (n,) where in ids they are
+    mine: Plan  # ids (n,) of this rank's rows, as its part numbers them: id // world; inv (n,), where they are in ids
     longest: int  # n of the rank with most; so many each sends, since gathered parts must be of one size
     place: torch.Tensor  # (U,) where each row then lies among world x longest
 
 
 class ShardedTables:
-    """StemTables, or HostTables, of this rank's rows: part = make(V / world, S, M, std, betas, device).
-
-    Arguments, verbs and rows are those of StemTables, whatever the number of ranks. Not for S = 0.
-    """
+    """StemTables' arguments, verbs and rows; make(V / world, S, M, std, betas, device) holds the rank's part. S > 0."""
 
     def __init__(self, make, vocab_size, n_stem, d_ff, std, betas=(0.9, 0.95), device="cpu", seed=0):
         self.rank, self.world, self.vocab_size = dist.get_rank(), dist.get_world_size(), vocab_size
@@ -48,10 +43,9 @@ class ShardedTables:
     def plan(self, ids):
         plan = StemTables.plan(self, ids)
         owned = [(plan.ids % self.world == rank).nonzero()[:, 0] for rank in range(self.world)]
-        longest, place = max(map(len, owned)), torch.empty_like(plan.ids)
+        own, longest, place = owned[self.rank], max(map(len, owned)), torch.empty_like(plan.ids)
         for rank, where in enumerate(owned):
             place[where] = rank * longest + torch.arange(len(where))
-        own = owned[self.rank]
         return ShardedPlan(*plan, Plan(plan.ids[own] // self.world, own), longest, place)
 
     def prefetch(self, plan):
@@ -74,15 +68,13 @@ class ShardedTables:
         return norm2
 
     def update(self, plan, rows, lr):
-        own, grad, rows.grad = plan.mine.inv.to(rows.device), rows.grad, None
-        mine = rows.detach()[own]
-        mine.grad = grad[own]
+        own = plan.mine.inv.to(rows.device)
+        mine, mine.grad, rows.grad = rows.detach()[own], rows.grad[own], None
         self.part.update(plan.mine, mine, lr)
 
     @torch.no_grad()
     def read(self, ids):
-        plan = self.plan(ids)
-        return self.fetch(plan).cpu()[plan.inv]
+        return self.fetch(plan := self.plan(ids)).cpu()[plan.inv]
 
     def write(self, ids, rows):
         own = ids % self.world == self.rank
@@ -105,6 +97,4 @@ class ShardedTables:
 
     def load_state_dict(self, state, assign=False):
         """Own rows are copied; of a mapped file the others stay unread."""
-        if any(len(table) != self.vocab_size for table in state.values()):
-            raise ValueError(f"the checkpoint's tables do not have this model's {self.vocab_size} rows")
         self.part.load_state_dict({name: table[self.rank :: self.world] for name, table in state.items()})
