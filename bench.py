@@ -15,6 +15,8 @@ from minute to minute and its ratios much less. Peak memory is that of a process
     decode      generating with and without KV cache, STEM over dense
     offload     training and generating with tables in host memory over resident, on real text and on uniform ids;
                 needs data/shakespeare/prepare.py to have run
+    shard       2 processes over one at the same batch, on the same text; the bytes of the collectives in a step, there
+                counted, and up to 64 processes by the formula that the count must equal
 """
 
 import functools
@@ -22,8 +24,10 @@ import math
 import multiprocessing
 import os
 import platform
+import socket
 import statistics
 import time
+from collections import Counter
 from json import dumps
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,14 +35,18 @@ from types import SimpleNamespace
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # beside another busy process, threads that spin crawl
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
 
 from configurator import configure
 from data.loader import open_dataset
-from device import choose_device, peak_memory
+from device import choose_device, join_processes, peak_memory, total
 from model import GPT, GPTConfig
 from offload import HostTables
+from shard import ShardedTables
 from stem import Plan, StemTables
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -130,6 +138,17 @@ def host_tables(V, S, M):
     return tables
 
 
+class SummedTables(ShardedTables):
+    """Trained tables of which each process holds a part; training_step has no clipping for which to reduce."""
+
+    def __init__(self, V, S, M):
+        super().__init__(lambda V, S, M, *rest: trained_tables(V, S, M), V, S, M, 0.02, device=device)
+
+    def update(self, plan, rows, lr):
+        self.reduce(plan, rows)
+        super().update(plan, rows, lr)
+
+
 def random_batch(config, n, step, exponent=1.0):
     """n sequences of random ids, the r-th as frequent as words are, 1 / (r + 2.7) ** exponent, and their targets."""
     random = torch.Generator().manual_seed(step)
@@ -149,8 +168,8 @@ def shakespeare(block_size):
     return open_dataset("shakespeare", block_size, 0)
 
 
-def training_step(config, tokens, make_model=GPT, make_tables=trained_tables, batch=random_batch):
-    """A function that trains a new model for one more step on that many tokens, as train.py does."""
+def training_step(config, tokens, make_model=GPT, make_tables=trained_tables, batch=random_batch, share=slice(None)):
+    """A function that trains a new model for one more step on that many tokens, as train.py does; or on its share."""
     model, tables, step = make_model(config).to(device), make_tables(*config.table_shape), 0
     model.dtype = dtype
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
@@ -163,7 +182,7 @@ def training_step(config, tokens, make_model=GPT, make_tables=trained_tables, ba
         next_x, next_y = batch(config, len(x), step)
         next_plan = tables.plan(next_x)
         tables.prefetch(next_plan)
-        model(x.to(device), rows, plan.inv.to(device), y.to(device)).backward()
+        model(*(t if t is rows else t[share].to(device) for t in (x, rows, plan.inv, y))).backward()
         optimizer.step()
         tables.update(plan, rows, 1e-3)
         optimizer.zero_grad()
@@ -248,6 +267,70 @@ def take_three(machine, *args):
     for _ in range(3):
         step()
     return peak_memory(device)
+
+
+def one_of_two(rank, port, machine, config, tokens):
+    """ms of steps that rank 0 does alone and that both share, in turns, a thread each; bytes of tensors in the last."""
+    global device, dtype
+    device, dtype, rounds = machine
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost",
+                   "MASTER_PORT": f"{port}"}
+    join_processes()
+    device, _ = choose_device(device.split(":")[0], "auto", rank)
+    moved, half = Counter(), tokens // config.block_size // 2
+    dist.all_gather_single = counted("all-gather", dist.all_gather_single, moved)
+    dist.reduce_scatter_single = counted("reduce-scatter", dist.reduce_scatter_single, moved)
+    alone = training_step(config, tokens, batch=text_batch)
+    share = slice(rank * half, (rank + 1) * half)
+    both = training_step(config, tokens, lambda c: replicated(c, moved), SummedTables, text_batch, share)
+    times = {"one process": [], "two processes": []}
+    for _ in range(rounds + 1):
+        if rank == 0:
+            times["one process"].append(time_of(alone))
+        total(0)  # the other waits
+        moved.clear()
+        times["two processes"].append(time_of(both))
+    return {name: ms[1:] for name, ms in times.items()}, moved
+
+
+def counted(name, collective, moved):
+    """The collective, adding up the bytes of the larger of its two tensors, of which the other is a part."""
+
+    def count(out, given):
+        moved[name] += max(out.nbytes, given.nbytes)
+        collective(out, given)
+
+    return count
+
+
+def replicated(config, moved):
+    """A model in DDP, adding up the bytes of what it reduces."""
+
+    def count(_, bucket):
+        moved["all-reduce"] += bucket.buffer().nbytes
+        return allreduce_hook(None, bucket)
+
+    model = DistributedDataParallel(GPT(config, dtype).to(device), gradient_as_bucket_view=True)
+    model.register_comm_hook(None, count)
+    return model
+
+
+def step_bytes(config, ids, world):
+    """Bytes that each of `world` ranks sends in a step on ids (B, T), B / world of them its own.
+
+    Rings: a collective over n bytes in all sends n (world - 1) / world from each rank, an all-reduce twice that. The
+    last three are other ways for the rows: all-reducing those of replicas; tables split along d_ff, from which each
+    token's row is put together and its gradient taken apart; fetching and returning only what a rank's own ids need.
+    """
+    row, distinct, share = 4 * math.prod(config.table_shape[1:]), ids.unique(), (world - 1) / world
+    longest = (distinct % world).bincount().max().item()
+    own = statistics.mean(len(part.unique()) for part in ids.chunk(world))
+    with torch.device("meta"):
+        dense = 4 * GPT(config).active_parameters()
+    return {"all-gather": share * world * longest * row, "reduce-scatter": share * world * longest * row,
+            "all-reduce": 2 * share * dense, "rows as replicas": 2 * share * len(distinct) * row,
+            "rows split along d_ff": 2 * share * ids.numel() / world * row, "rows of own ids": 2 * share * own * row}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -341,7 +424,29 @@ def pinned_copy():
         report(f"pinned copy {way}", 2**28 / 1e6 / statistics.median(ms), "GB/s")
 
 
-SECTIONS = {f.__name__: f for f in (training, memory, plain, embedding, tables, decode, offload)}
+def shard():
+    config = shape(384, 6, 50257, 3)
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        port = s.getsockname()[1]
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        ranks = [(rank, port, (device, dtype, rounds), config, 2048) for rank in range(2)]
+        times, moved = pool.starmap(one_of_two, ranks, chunksize=1)[0]
+    for name, ms in times.items():
+        report(f"{name}, 2,048 tokens", statistics.median(ms), "ms", spread=[min(ms), max(ms)])
+    report("one process over two", ratio(times, "one process", "two processes"))
+    sent = step_bytes(config, text_batch(config, 8, rounds)[0], 2)
+    for name, size in moved.items():
+        assert sent[name] == (size if name == "all-reduce" else size / 2), f"not the formula's bytes of {name}"
+        report(f"two processes send: {name}", sent[name] / 2**20, "MiB")
+    ids = text_batch(config, 64, 0)[0]
+    report("distinct of 16,384 tokens", len(ids.unique()))
+    for world in (1, 2, 4, 8, 16, 32, 64):
+        for name, size in step_bytes(config, ids, world).items():
+            report(f"{world} processes send: {name}", size / 2**20, "MiB")
+
+
+SECTIONS = {f.__name__: f for f in (training, memory, plain, embedding, tables, decode, offload, shard)}
 
 if __name__ == "__main__":
     configure(globals(), minimum={"rounds": 1})
@@ -349,7 +454,7 @@ if __name__ == "__main__":
         raise SystemExit(f"there is no section {', '.join(unknown)}; there are {', '.join(SECTIONS)}")
     device, dtype = choose_device(device, dtype)
     results, sections = [], only.split(",") if only else SECTIONS
-    if "offload" in sections:
+    if {"offload", "shard"} & set(sections):
         shakespeare(256)  # that the text is missing is said now, not after minutes
     for section in sections:
         SECTIONS[section]()
