@@ -2,32 +2,32 @@
 Tables split over processes. ShardedTables answers the verbs of stem.StemTables, but each of `world` processes (ranks)
 holds only the rows with id % world == rank and their optimizer state, on its device or in host memory.
 
-A step's batch is a function of the seed: every rank draws all of it, and knows without asking which rows it takes.
+A step's batch is a function of the seed: every rank draws all of it, and knows without asking who needs which rows.
 
-    fetch    each rank gives those it owns, and all get them all             all-gather
-    reduce   a row's gradient goes to its owner, averaged as DDP does        reduce-scatter, and a number for the norm
-    update   the owner's AdamW: once a step, whichever ranks saw the token   nothing
+    fetch    owners give each rank the rows of its ids                        all-to-all
+    reduce   gradients go back, and the owner takes their mean as DDP does    all-to-all, and a number for the norm
+    update   the owner's AdamW: once a step, whichever ranks saw the token    nothing
 
-All ranks must call all verbs in one order with the same ids, or they wait. train.py puts DDP around the dense part.
+So a rank holds and moves the rows of its own distinct ids, where replicas all-reduce those of all ranks. All ranks must
+call all verbs in one order with the same ids, or they wait. train.py puts DDP around the dense part.
 """
 
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
 from stem import Plan, StemTables, initial_rows
 
 
 class ShardedPlan(NamedTuple):
-    """As stem.Plan, with who holds what."""
-
+    """As stem.Plan, of this rank's ids, with who gives what."""
     ids: torch.Tensor
     inv: torch.Tensor
-    mine: Plan  # ids (n,) of this rank's rows, as its part numbers them: id // world; inv (n,), where they are in ids
-    longest: int  # n of the rank with most; so many each sends, since gathered parts must be of one size
-    place: torch.Tensor  # (U,) where each row then lies among world x longest
+    mine: Plan  # what all need of this rank: ids (n,) as its part numbers them, id // world; inv: rank after rank
+    gives: list  # how many each rank needs of it
+    takes: list  # how many it needs of each
+    order: torch.Tensor  # (U,) where in ids these are, owner after owner
 
 
 class ShardedTables:
@@ -41,36 +41,36 @@ class ShardedTables:
             self.write(ids, rows)
 
     def plan(self, ids):
-        plan = StemTables.plan(self, ids)
-        owned = [(plan.ids % self.world == rank).nonzero()[:, 0] for rank in range(self.world)]
-        own, longest, place = owned[self.rank], max(map(len, owned)), torch.empty_like(plan.ids)
-        for rank, where in enumerate(owned):
-            place[where] = rank * longest + torch.arange(len(where))
-        return ShardedPlan(*plan, Plan(plan.ids[own] // self.world, own), longest, place)
+        """For ids (ranks, B, T) the rows of this rank's batch, but all of inv; for another shape those of all ids."""
+        plans = [StemTables.plan(self, batch) for batch in (ids if ids.dim() == 3 else ids[None])]
+        needs = [plan.ids for plan in plans] * (1 if ids.dim() == 3 else self.world)
+        needs += [ids.new_empty(0)] * (self.world - len(needs))  # an evaluation may end with fewer batches than ranks
+        asked = [need[need % self.world == self.rank] // self.world for need in needs]
+        mine, owner = Plan(*torch.unique(torch.cat(asked), return_inverse=True)), needs[self.rank] % self.world
+        return ShardedPlan(needs[self.rank], torch.stack([plan.inv for plan in plans]).view_as(ids), mine,
+                           [len(ids) for ids in asked], owner.bincount(minlength=self.world).tolist(),
+                           owner.argsort(stable=True))
 
     def prefetch(self, plan):
         self.part.prefetch(plan.mine)
 
     def fetch(self, plan):
-        mine = self.part.fetch(plan.mine).detach()
-        rows = mine.new_empty(self.world * plan.longest, *mine.shape[1:])
-        dist.all_gather_single(rows, F.pad(mine, (0, 0, 0, 0, 0, plan.longest - len(mine))))
-        return rows[plan.place.to(rows.device)].requires_grad_(torch.is_grad_enabled())
+        given = self.part.fetch(plan.mine).detach()[plan.mine.inv]
+        taken = given.new_empty(len(plan.ids), *given.shape[1:])
+        dist.all_to_all_single(taken, given, plan.takes, plan.gives)
+        return taken[plan.order.argsort()].requires_grad_(torch.is_grad_enabled())
 
     def reduce(self, plan, rows):
-        """Leaves in rows.grad, for clipping to scale, the mean over ranks for own rows and 0 for others."""
-        mine = rows.new_empty(plan.longest, *rows.shape[1:])
-        grad = rows.new_zeros(self.world * plan.longest, *rows.shape[1:])
-        dist.reduce_scatter_single(mine, grad.index_copy_(0, plan.place.to(rows.device), rows.grad))
-        own = plan.mine.inv.to(rows.device)
-        rows.grad.zero_().index_copy_(0, own, mine[: len(own)] / self.world)
+        """Turns rows into those that this rank owns, for clipping and update; only their gradient is in them."""
+        taken = rows.new_empty(len(plan.mine.inv), *rows.shape[1:])
+        dist.all_to_all_single(taken, rows.grad[plan.order], plan.gives, plan.takes)
+        grad = rows.new_zeros(len(plan.mine.ids), *rows.shape[1:])
+        rows.data = rows.grad = grad.index_add_(0, plan.mine.inv.to(rows.device), taken).div_(self.world)
         dist.all_reduce(norm2 := StemTables.reduce(self, plan, rows))
         return norm2
 
     def update(self, plan, rows, lr):
-        own = plan.mine.inv.to(rows.device)
-        mine, mine.grad, rows.grad = rows.detach()[own], rows.grad[own], None
-        self.part.update(plan.mine, mine, lr)
+        self.part.update(plan.mine, rows, lr)
 
     @torch.no_grad()
     def read(self, ids):

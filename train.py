@@ -191,6 +191,11 @@ def get_lr(step):
     return min_lr + 0.5 * (1.0 + math.cos(math.pi * ratio)) * (learning_rate - min_lr)
 
 
+def draw(step):
+    """Inputs and targets of a step, (world, n, T) each: of all ranks, since each knows by them what the others need."""
+    return [t.unflatten(0, (world, -1)) for t in data.get_batch("train", step, sequences)]
+
+
 @torch.no_grad()
 def evaluate():
     """Mean loss, nats per token, over the same eval_iters batches of the val split each time, each on one rank."""
@@ -320,9 +325,8 @@ k_tokens = sequences * block_size / 1000
 val_loss = None
 bar = tqdm(total=max_iters, initial=step, unit="step", dynamic_ncols=True,
            disable=not all(stream and stream.isatty() for stream in (sys.stdout, sys.stderr)))
-x, y = data.get_batch("train", step, sequences)
+x, y = draw(step)
 plan = tables.plan(x)
-share = slice(rank * sequences // world, (rank + 1) * sequences // world)  # of a step's sequences, this rank's
 while not (stopped := total(interrupted) > 0) and step < max_iters:  # a signal to one rank stops all, at one step
     t0 = time.perf_counter()
     torch.manual_seed(hash((seed, step, rank)))  # dropout is a function of the step, too
@@ -330,13 +334,13 @@ while not (stopped := total(interrupted) > 0) and step < max_iters:  # a signal 
     for group in optimizer.param_groups:
         group["lr"] = lr
     rows = tables.fetch(plan)  # those of the whole step, for all its micro-batches
-    next_x, next_y = data.get_batch("train", step + 1, sequences)
+    next_x, next_y = draw(step + 1)
     next_plan = tables.plan(next_x)
     tables.prefetch(next_plan)
     if is_compiled:
         torch._dynamo.maybe_mark_dynamic(rows, 0)  # one graph for any number of rows
     loss = 0.0
-    micro_batches = list(zip(*(t[share].to(device).split(batch_size) for t in (x, plan.inv, y))))
+    micro_batches = list(zip(*(t[rank].to(device).split(batch_size) for t in (x, plan.inv, y))))
     for i, (ids, inv, targets) in enumerate(micro_batches):
         with one_backward() if i + 1 < len(micro_batches) else contextlib.nullcontext():  # the forward asks, too
             part = forward(ids, rows, inv, targets) / len(micro_batches)

@@ -74,14 +74,15 @@ def on_ranks(world, folder, work, *args, codes=None, timeout=60):
 
 def steps(tables, batches, rank=0, world=1, lr=0.1):
     """Losses and norms of training steps, of whose batches a rank takes its share of the sequences."""
+    batches = [batch.unflatten(0, (world, -1)) for batch in batches]
     out, plan = [], tables.plan(batches[0])
     for step, batch in enumerate(batches):
         rows = tables.fetch(plan)
         following = tables.plan(batches[(step + 1) % len(batches)])
         tables.prefetch(following)
-        mine = slice(rank * len(batch) // world, (rank + 1) * len(batch) // world)
-        target = torch.randn(*batch.shape, S * M, generator=torch.Generator().manual_seed(step))[mine].to(rows.device)
-        loss = ((F.embedding(plan.inv[mine].to(rows.device), rows.flatten(1)) - target) ** 2).mean()
+        random = torch.Generator().manual_seed(step)
+        target = torch.randn(*batch.shape, S * M, generator=random)[rank].to(rows.device)
+        loss = ((F.embedding(plan.inv[rank].to(rows.device), rows.flatten(1)) - target) ** 2).mean()
         loss.backward()
         norm2 = tables.reduce(plan, rows)
         if step % 2:
