@@ -162,27 +162,34 @@ def text_batch(config, n, step):
     return shakespeare(config.block_size).get_batch("train", step, n)
 
 
+def two_text_batches(config, n, step):
+    """The same sequences for two ranks."""
+    return [t.unflatten(0, (2, -1)) for t in text_batch(config, n, step)]
+
+
 @functools.cache
 def shakespeare(block_size):
     """Read once."""
     return open_dataset("shakespeare", block_size, 0)
 
 
-def training_step(config, tokens, make_model=GPT, make_tables=trained_tables, batch=random_batch, share=slice(None)):
-    """A function that trains a new model for one more step on that many tokens, as train.py does; or on its share."""
+def training_step(config, tokens, make_model=GPT, make_tables=trained_tables, batch=random_batch, part=slice(None)):
+    """A function that trains a new model for one more step on that many tokens, or a part, as train.py does."""
     model, tables, step = make_model(config).to(device), make_tables(*config.table_shape), 0
     model.dtype = dtype
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    x, y = batch(config, tokens // config.block_size, 0)
+    n = tokens // config.block_size
+    x, y = batch(config, n, 0)
     plan = tables.plan(x)
 
     def train():
         nonlocal x, y, plan, step
         rows, step = tables.fetch(plan), step + 1
-        next_x, next_y = batch(config, len(x), step)
+        next_x, next_y = batch(config, n, step)
         next_plan = tables.plan(next_x)
         tables.prefetch(next_plan)
-        model(*(t if t is rows else t[share].to(device) for t in (x, rows, plan.inv, y))).backward()
+        ids, inv, targets = (t[part].to(device) for t in (x, plan.inv, y))
+        model(ids, rows, inv, targets).backward()
         optimizer.step()
         tables.update(plan, rows, 1e-3)
         optimizer.zero_grad()
@@ -270,7 +277,7 @@ def take_three(machine, *args):
 
 
 def one_of_two(rank, port, machine, config, tokens):
-    """ms of steps that rank 0 does alone and that both share, in turns, a thread each; bytes of tensors in the last."""
+    """ms of steps that rank 0 does alone and that both share, in turns, a thread each; bytes it sends in the last."""
     global device, dtype
     device, dtype, rounds = machine
     torch.set_num_threads(1)
@@ -278,59 +285,47 @@ def one_of_two(rank, port, machine, config, tokens):
                    "MASTER_PORT": f"{port}"}
     join_processes()
     device, _ = choose_device(device.split(":")[0], "auto", rank)
-    moved, half = Counter(), tokens // config.block_size // 2
-    dist.all_gather_single = counted("all-gather", dist.all_gather_single, moved)
-    dist.reduce_scatter_single = counted("reduce-scatter", dist.reduce_scatter_single, moved)
+    sent, all_to_all = Counter(), dist.all_to_all_single
+
+    def counted(taken, given, takes, gives):
+        sent["rows"] += given.nbytes - gives[rank] * given[:1].nbytes  # but what it gives itself
+        all_to_all(taken, given, takes, gives)
+
+    def counted_bucket(_, bucket):
+        sent["dense"] += bucket.buffer().nbytes  # a ring: twice (world - 1) / world of it
+        return allreduce_hook(None, bucket)
+
+    def replicated(config):
+        model = DistributedDataParallel(GPT(config, dtype).to(device), gradient_as_bucket_view=True)
+        model.register_comm_hook(None, counted_bucket)
+        return model
+
+    dist.all_to_all_single = counted
     alone = training_step(config, tokens, batch=text_batch)
-    share = slice(rank * half, (rank + 1) * half)
-    both = training_step(config, tokens, lambda c: replicated(c, moved), SummedTables, text_batch, share)
+    both = training_step(config, tokens, replicated, SummedTables, two_text_batches, rank)
     times = {"one process": [], "two processes": []}
     for _ in range(rounds + 1):
         if rank == 0:
             times["one process"].append(time_of(alone))
         total(0)  # the other waits
-        moved.clear()
+        sent.clear()
         times["two processes"].append(time_of(both))
-    return {name: ms[1:] for name, ms in times.items()}, moved
+    return {name: ms[1:] for name, ms in times.items()}, sent
 
 
-def counted(name, collective, moved):
-    """The collective, adding up the bytes of the larger of its two tensors, of which the other is a part."""
+def step_bytes(config, ids):
+    """Bytes that a rank sends in a step on ids (world, B, T), on average, there and back, each rank a batch of its own.
 
-    def count(out, given):
-        moved[name] += max(out.nbytes, given.nbytes)
-        collective(out, given)
-
-    return count
-
-
-def replicated(config, moved):
-    """A model in DDP, adding up the bytes of what it reduces."""
-
-    def count(_, bucket):
-        moved["all-reduce"] += bucket.buffer().nbytes
-        return allreduce_hook(None, bucket)
-
-    model = DistributedDataParallel(GPT(config, dtype).to(device), gradient_as_bucket_view=True)
-    model.register_comm_hook(None, count)
-    return model
-
-
-def step_bytes(config, ids, world):
-    """Bytes that each of `world` ranks sends in a step on ids (B, T), B / world of them its own.
-
-    Rings: a collective over n bytes in all sends n (world - 1) / world from each rank, an all-reduce twice that. The
-    last three are other ways for the rows: all-reducing those of replicas; tables split along d_ff, from which each
-    token's row is put together and its gradient taken apart; fetching and returning only what a rank's own ids need.
+    rows: here, those of its distinct ids that it does not own. replicas: all-reduced, those of all ranks' distinct
+    ids. split: tables split along d_ff give and take (world - 1) / world of a row for each token. dense: DDP.
     """
-    row, distinct, share = 4 * math.prod(config.table_shape[1:]), ids.unique(), (world - 1) / world
-    longest = (distinct % world).bincount().max().item()
-    own = statistics.mean(len(part.unique()) for part in ids.chunk(world))
+    world, row = len(ids), 4 * math.prod(config.table_shape[1:])
+    not_owned = [(part.unique() % world != rank).sum().item() for rank, part in enumerate(ids)]
     with torch.device("meta"):
         dense = 4 * GPT(config).active_parameters()
-    return {"all-gather": share * world * longest * row, "reduce-scatter": share * world * longest * row,
-            "all-reduce": 2 * share * dense, "rows as replicas": 2 * share * len(distinct) * row,
-            "rows split along d_ff": 2 * share * ids.numel() / world * row, "rows of own ids": 2 * share * own * row}
+    share = 2 * (world - 1) / world
+    return {"rows": 2 * row * sum(not_owned) / world, "replicas": share * row * len(ids.unique()),
+            "split": share * row * ids[0].numel(), "dense": share * dense}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -431,19 +426,19 @@ def shard():
         port = s.getsockname()[1]
     with multiprocessing.get_context("spawn").Pool(2) as pool:
         ranks = [(rank, port, (device, dtype, rounds), config, 2048) for rank in range(2)]
-        times, moved = pool.starmap(one_of_two, ranks, chunksize=1)[0]
+        (times, sent), (_, others) = pool.starmap(one_of_two, ranks, chunksize=1)
     for name, ms in times.items():
         report(f"{name}, 2,048 tokens", statistics.median(ms), "ms", spread=[min(ms), max(ms)])
-    report("one process over two", ratio(times, "one process", "two processes"))
-    sent = step_bytes(config, text_batch(config, 8, rounds)[0], 2)
-    for name, size in moved.items():
-        assert sent[name] == (size if name == "all-reduce" else size / 2), f"not the formula's bytes of {name}"
-        report(f"two processes send: {name}", sent[name] / 2**20, "MiB")
+    report("two processes over one", ratio(times, "one process", "two processes"))
+    formula = step_bytes(config, two_text_batches(config, 8, rounds)[0])  # that of the last round
+    for name in ("rows", "dense"):
+        assert formula[name] == (sent[name] + others[name]) / 2, f"not the formula's bytes: {name}"
+        report(f"2 processes, 2,048 tokens: {name}, counted", formula[name] / 2**20, "MiB")
     ids = text_batch(config, 64, 0)[0]
     report("distinct of 16,384 tokens", len(ids.unique()))
     for world in (1, 2, 4, 8, 16, 32, 64):
-        for name, size in step_bytes(config, ids, world).items():
-            report(f"{world} processes send: {name}", size / 2**20, "MiB")
+        for name, size in step_bytes(config, ids.unflatten(0, (world, -1))).items():
+            report(f"{world} processes, 16,384 tokens: {name}", size / 2**20, "MiB")
 
 
 SECTIONS = {f.__name__: f for f in (training, memory, plain, embedding, tables, decode, offload, shard)}
