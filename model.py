@@ -312,7 +312,7 @@ def print_accounting(config, batch_size, gradient_accumulation_steps, world=1):
         model, twin = GPT(config), GPT(replace(config, stem_every=0))
     role, active, full = model.parameters_by_role(), model.active_parameters(), twin.active_parameters()
     flops, tokens = model.flops_per_token(), batch_size * config.block_size
-    rows = min(config.vocab_size, tokens * gradient_accumulation_steps) * math.prod(config.table_shape[1:])
+    rows = min(config.vocab_size, tokens * gradient_accumulation_steps // world) * math.prod(config.table_shape[1:])
     tables = role["tables"] / world
     resident, offloaded = 12 * (tables + rows), 20 * rows  # with Adam; a step's rows, gradients; two lanes
     # numbers that a token keeps for the backward pass: by layer, and its logits, their softmax and gradient

@@ -172,10 +172,10 @@ if init_from == "resume":
 start = None  # a loaded checkpoint is as large as the model
 parameters = list(model.parameters())
 forward = compiled(model, compile, device)  # model itself keeps its parameters' own names, for checkpoints
-is_compiled, one_backward = forward is not model, contextlib.nullcontext
-if world > 1:  # no device_ids: all inputs are where the model is. The one buffer is a constant
+is_compiled, no_sync = forward is not model, contextlib.nullcontext
+if world > 1:  # no device_ids: all inputs are where the model is. Its one buffer is a constant
     forward = DistributedDataParallel(forward, forward_sync_buffers=False, gradient_as_bucket_view=True)
-    one_backward = forward.no_sync  # a micro-batch whose gradients stay here until the last one's
+    no_sync = forward.no_sync  # of a micro-batch's gradients, which wait for those of the last
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Pieces of the loop.
@@ -342,7 +342,7 @@ while not (stopped := total(interrupted) > 0) and step < max_iters:  # a signal 
     loss = 0.0
     micro_batches = list(zip(*(t[rank].to(device).split(batch_size) for t in (x, plan.inv, y))))
     for i, (ids, inv, targets) in enumerate(micro_batches):
-        with one_backward() if i + 1 < len(micro_batches) else contextlib.nullcontext():  # the forward asks, too
+        with no_sync() if i + 1 < len(micro_batches) else contextlib.nullcontext():  # DDP's forward asks for it, too
             part = forward(ids, rows, inv, targets) / len(micro_batches)
             scaler.scale(part).backward()
         loss += part.detach()
@@ -377,7 +377,7 @@ if stopped:
     sys.exit(130)
 if val_loss is None:  # there was no step left to do
     val_loss = save_and_evaluate()
-shares = recall(model.eval(), tables, data.tokenizer, data.questions)
+shares = recall(model.eval(), tables, data.tokenizer, data.questions)  # all ranks, for each other's rows
 if rank:  # from here on nothing is done together
     sys.exit()
 summary = {"val_loss": val_loss, **shares, "seconds": seconds,
@@ -389,5 +389,5 @@ summary = {"val_loss": val_loss, **shares, "seconds": seconds,
 os.replace(Path(out_dir) / "summary.tmp", Path(out_dir) / "summary.json")
 if moved:
     print("offload     a step: " + ", ".join(f"{name} {mean:,.4g}" for name, mean in summary["moved"].items())
-          + f"; resident tables hold {12 * math.prod(model_config.table_shape):,.4g} device bytes")
+          + f"; resident tables hold {12 * math.prod(model_config.table_shape) / world:,.4g} device bytes")
 print(f"{step} steps in {seconds:.1f} s: {describe(val_loss, shares)}")

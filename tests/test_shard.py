@@ -109,6 +109,10 @@ def use_verbs(kind):
         tables = ShardedTables(make, V, S, M, 0.5, device=where)
         found[make] = f = {"initial": tables.part.state_dict()["weight"].cpu().clone()}
         f["steps"] = steps(tables, batches(), rank, world)
+        plan = tables.plan(torch.arange(V))
+        tables.prefetch(plan)
+        tables.fetch(plan)
+        f["early"] = tables.moved.get("early")
         f["read"] = tables.read(torch.tensor([[40, 3], [3, 8]]))
         f["state"] = tables.state_dict()
         if rank == 0:
@@ -153,6 +157,7 @@ def test_the_verbs_give_what_one_process_gives(tmp_path, kind, world):
             assert f["state"].keys() == whole.keys()
             assert all(torch.equal(t, f["state"][name]) for name, t in whole.items())
             assert f["refused"].startswith("token ids run from 41 to 41, but the vocabulary has 41")
+        assert found["HostTables"]["early"] == len(initial[rank::world]), "the prefetched rows were not taken"
     whole = ranks[0]["StemTables"]["state"]
     assert torch.equal(whole["count"], state["count"])
     for name, table in state.items():
@@ -198,31 +203,35 @@ def log(folder):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, facts):
-    """A folder of out folders: 20 steps on 1, 2 and 4 ranks, resident (r) and offloaded (o); what 1, 2 and 4 ranks made
-    of the first 10 steps of 4 (h). And {world: for each rank the dense weights that its runs ended with}."""
+    """A folder of out folders: 20 steps on 1, 2 and 4 ranks, resident (r) and offloaded (o); a dense model's (d); what
+    1, 2 and 4 ranks made of the first 10 steps of 4 (h). And {world: for each rank the weights its runs ended with}.
+    """
     top, flags, ended = tmp_path_factory.mktemp("ranks"), [*SMALL, f"--dataset={facts}"], {}
     for world in (4, 2, 1):
         runs = [[*flags, f"--out_dir={top}/r{world}"], [*flags, "--offload=True", f"--out_dir={top}/o{world}"]]
         if world == 4:
             runs += [[*flags, "--max_iters=10", "--lr_decay_iters=20", f"--out_dir={top}/h{w}"] for w in (1, 2, 4)]
+        else:
+            runs += [[*flags, "--stem_every=0", f"--out_dir={top}/d{world}"]]
         runs += [["--init_from=resume", "--max_iters=20", f"--out_dir={top}/h{world}"]]
         ended[world] = on_ranks(world, top / f"{world}", train, *runs)
     return top, ended
 
 
-@pytest.mark.parametrize("run", ["r1", "r2", "r4", "o1", "o2", "o4", "h1", "h2", "h4"])
+@pytest.mark.parametrize("run", ["r1", "r2", "r4", "o1", "o2", "o4", "d2", "h1", "h2", "h4"])
 def test_any_number_of_processes_trains_alike(trained, run):
     """With 4, 2 and 1 micro-batches a rank, clipping, tables in either place, and going on with what 4 ranks saved."""
     top, ended = trained
-    steps, expected = log(top / run), log(top / "r1")
+    alone = "d1" if run == "d2" else "r1"
+    steps, expected = log(top / run), log(top / alone)
     assert len(expected) == 20 and (expected[:, 2] > 0.5).all(), "clipping is not active"
     torch.testing.assert_close(steps, expected, rtol=1e-4, atol=1e-4)
-    one, other = (checkpoint.load(top / name / "ckpt.pt", resume=True) for name in ("r1", run))
+    one, other = (checkpoint.load(top / name / "ckpt.pt", resume=True) for name in (alone, run))
     assert torch.equal(one["tables"]["count"], other["tables"]["count"])
     for part in ("tables", "model"):
         for name, expected in one[part].items():
             torch.testing.assert_close(other[part][name], expected, rtol=1e-3, atol=1e-3)
-    ranks = [runs[{"r": 0, "o": 1, "h": -1}[run[0]]] for runs in ended[int(run[1])]]
+    ranks = [runs[{"r": 0, "o": 1, "d": 2, "h": -1}[run[0]]] for runs in ended[int(run[1])]]
     assert all(torch.equal(weights[name], p) for weights in ranks for name, p in other["model"].items())
 
 
@@ -294,6 +303,9 @@ def test_what_several_processes_cannot_do_is_said_in_one_line(tmp_path, facts, m
     assert not (tmp_path / "out").exists()
     with pytest.raises(ValueError, match="several processes cannot share mps"):
         choose_device("mps", "auto", 0)
+    assert join_processes() == (0, 1, 0) and not torch.distributed.is_initialized()
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
     assert join_processes() == (0, 1, 0) and not torch.distributed.is_initialized()
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(sys, "platform", "win32")
