@@ -30,7 +30,7 @@ from shard import ShardedTables
 from stem import StemTables
 
 V, S, M = 41, 2, 8  # 4 does not divide V: ranks hold 11, 10, 10, 10 rows
-KINDS = (StemTables, HostTables)
+KINDS = {"StemTables": StemTables, "HostTables": functools.partial(HostTables, max_rows=V)}
 processes = multiprocessing.get_context("forkserver")
 processes.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed.tensor", "numpy", "tqdm", "pytest"])
 
@@ -49,7 +49,7 @@ def enter(rank, world, port, folder, work, args):
         sys.exit(1)
 
 
-def on_ranks(world, folder, work, *args, codes=None, timeout=60):
+def on_ranks(world, folder, work, *args, codes=None, timeout=120):
     """The results of work(*args) on `world` ranks, or with codes, for which they end so, what they say on stderr."""
     folder.mkdir(exist_ok=True)
     with socket.socket() as s:
@@ -105,9 +105,9 @@ def use_verbs(kind):
     rank, world, _ = join_processes()
     where = choose_device(kind, "float32", rank)[0]
     found = {}
-    for make in KINDS:
+    for name, make in KINDS.items():
         tables = ShardedTables(make, V, S, M, 0.5, device=where)
-        found[make] = f = {"initial": tables.part.state_dict()["weight"].cpu().clone()}
+        found[name] = f = {"initial": tables.part.state_dict()["weight"].cpu().clone()}
         f["steps"] = steps(tables, batches(), rank, world)
         plan = tables.plan(torch.arange(V))
         tables.prefetch(plan)
@@ -129,7 +129,7 @@ def use_verbs(kind):
             tables.plan(torch.tensor([V]))
         except ValueError as e:
             f["refused"] = str(e)
-    return {make.__name__: f for make, f in found.items()}
+    return found
 
 
 @pytest.mark.parametrize(
@@ -145,26 +145,28 @@ def test_the_verbs_give_what_one_process_gives(tmp_path, kind, world):
     alone = StemTables(V, S, M, 0.5)
     initial, losses, state = alone.weight.clone(), steps(alone, batches()), alone.state_dict()
     ranks = on_ranks(world, tmp_path, use_verbs, kind)
+    bits = {"rtol": 0, "atol": 0} if kind == "cpu" else {"rtol": 1e-3, "atol": 1e-4}  # a GPU sums in any order
     for rank, found in enumerate(ranks):
         for f in found.values():
             assert torch.equal(f["initial"], initial[rank::world])
             torch.testing.assert_close(f["steps"], losses, rtol=1e-4, atol=1e-5)
-            assert torch.equal(f["steps"], ranks[0]["StemTables"]["steps"])
+            torch.testing.assert_close(f["steps"], ranks[0]["StemTables"]["steps"], **bits)
             expected = state["weight"][torch.tensor([[40, 3], [3, 8]])]
             torch.testing.assert_close(f["read"], expected, rtol=1e-3, atol=1e-4)
             assert all(torch.equal(t, f["loaded"][name]) for name, t in f["part"].items())
             whole = found["StemTables"]["state"] if rank == 0 else {}
-            assert f["state"].keys() == whole.keys()
-            assert all(torch.equal(t, f["state"][name]) for name, t in whole.items())
+            torch.testing.assert_close(f["state"], whole, **bits)
             assert f["refused"].startswith("token ids run from 41 to 41, but the vocabulary has 41")
         assert found["HostTables"]["early"] == len(initial[rank::world]), "the prefetched rows were not taken"
     whole = ranks[0]["StemTables"]["state"]
     assert torch.equal(whole["count"], state["count"])
     for name, table in state.items():
         torch.testing.assert_close(whole[name], table, rtol=1e-3, atol=1e-4)
-        assert all(torch.equal(whole[name][rank::world], r["HostTables"]["part"][name]) for rank, r in enumerate(ranks))
+        for rank, found in enumerate(ranks):
+            torch.testing.assert_close(found["HostTables"]["part"][name], whole[name][rank::world], **bits)
     whole["weight"][[2, 5]] = 9
-    assert all(torch.equal(f["written"], whole["weight"]) for found in ranks for f in found.values())
+    for f in (f for found in ranks for f in found.values()):
+        torch.testing.assert_close(f["written"], whole["weight"], **bits)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
