@@ -301,7 +301,7 @@ def one_of_two(rank, port, machine, config, tokens):
         return model
 
     dist.all_to_all_single = counted
-    alone = training_step(config, tokens, batch=text_batch)
+    alone = training_step(config, tokens, batch=text_batch) if rank == 0 else None
     both = training_step(config, tokens, replicated, SummedTables, two_text_batches, rank)
     times = {"one process": [], "two processes": []}
     for _ in range(rounds + 1):
