@@ -16,8 +16,10 @@ from minute to minute and its ratios much less. Peak memory is that of a process
     offload     training and generating with tables in host memory over resident, on real text and on uniform ids
     cache       which of a step's rows are hot and what moves, by how a cache chooses; training with one over without
     int8        perplexity of out_dir's model on its val split with its tables in int8, and generating with them
+    shard       2 processes over one at the same batch, on the same text; the bytes of the collectives in a step, there
+                counted, and up to 64 processes by the formula that the count must equal
 
-The last three need data/shakespeare/prepare.py to have run, the last a trained config/stem_shakespeare.py.
+The last four need data/shakespeare/prepare.py to have run, int8 a trained config/stem_shakespeare.py.
 """
 
 import functools
@@ -25,9 +27,10 @@ import math
 import multiprocessing
 import os
 import platform
+import socket
 import statistics
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from json import dumps
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,15 +38,19 @@ from types import SimpleNamespace
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # beside another busy process, threads that spin crawl
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
 
 import checkpoint
 from configurator import configure
 from data.loader import open_dataset
-from device import choose_device, peak_memory
+from device import choose_device, join_processes, peak_memory, total
 from model import GPT, GPTConfig
 from offload import FrozenTables, HostTables
+from shard import ShardedTables
 from stem import Plan, StemTables
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -145,6 +152,17 @@ def frozen_tables(V, S, M, **more):
     return tables
 
 
+class SummedTables(ShardedTables):
+    """Trained tables of which each process holds a part; training_step has no clipping for which to reduce."""
+
+    def __init__(self, V, S, M):
+        super().__init__(lambda V, S, M, *rest: trained_tables(V, S, M), V, S, M, 0.02, device=device)
+
+    def update(self, plan, rows, lr):
+        self.reduce(plan, rows)
+        super().update(plan, rows, lr)
+
+
 def random_batch(config, n, step, exponent=1.0):
     """n sequences of random ids, the r-th as frequent as words are, 1 / (r + 2.7) ** exponent, and their targets."""
     random = torch.Generator().manual_seed(step)
@@ -158,27 +176,34 @@ def text_batch(config, n, step):
     return shakespeare(config.block_size).get_batch("train", step, n)
 
 
+def two_text_batches(config, n, step):
+    """The same sequences for two ranks."""
+    return [t.unflatten(0, (2, -1)) for t in text_batch(config, n, step)]
+
+
 @functools.cache
 def shakespeare(block_size):
     """Read once."""
     return open_dataset("shakespeare", block_size, 0)
 
 
-def training_step(config, tokens, make_model=GPT, make_tables=trained_tables, batch=random_batch):
-    """A function that trains a new model for one more step on that many tokens, as train.py does."""
+def training_step(config, tokens, make_model=GPT, make_tables=trained_tables, batch=random_batch, part=slice(None)):
+    """A function that trains a new model for one more step on that many tokens, or a part, as train.py does."""
     model, tables, step = make_model(config).to(device), make_tables(*config.table_shape), 0
     model.dtype = dtype
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    x, y = batch(config, tokens // config.block_size, 0)
+    n = tokens // config.block_size
+    x, y = batch(config, n, 0)
     plan = tables.plan(x)
 
     def train():
         nonlocal x, y, plan, step
         rows, step = tables.fetch(plan), step + 1
-        next_x, next_y = batch(config, len(x), step)
+        next_x, next_y = batch(config, n, step)
         next_plan = tables.plan(next_x)
         tables.prefetch(next_plan)
-        model(x.to(device), rows, plan.inv.to(device), y.to(device)).backward()
+        ids, inv, targets = (t[part].to(device) for t in (x, plan.inv, y))
+        model(ids, rows, inv, targets).backward()
         optimizer.step()
         tables.update(plan, rows, 1e-3)
         optimizer.zero_grad()
@@ -263,6 +288,58 @@ def take_three(machine, *args):
     for _ in range(3):
         step()
     return peak_memory(device)
+
+
+def one_of_two(rank, port, machine, config, tokens):
+    """ms of steps that rank 0 does alone and that both share, in turns, a thread each; bytes it sends in the last."""
+    global device, dtype
+    device, dtype, rounds = machine
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost",
+                   "MASTER_PORT": f"{port}"}
+    join_processes()
+    device, _ = choose_device(device.split(":")[0], "auto", rank)
+    sent, all_to_all = Counter(), dist.all_to_all_single
+
+    def counted(taken, given, takes, gives):
+        sent["rows"] += given.nbytes - gives[rank] * given[:1].nbytes  # but what it gives itself
+        all_to_all(taken, given, takes, gives)
+
+    def counted_bucket(_, bucket):
+        sent["dense"] += bucket.buffer().nbytes  # a ring: twice (world - 1) / world of it
+        return allreduce_hook(None, bucket)
+
+    def replicated(config):
+        model = DistributedDataParallel(GPT(config, dtype).to(device), gradient_as_bucket_view=True)
+        model.register_comm_hook(None, counted_bucket)
+        return model
+
+    dist.all_to_all_single = counted
+    alone = training_step(config, tokens, batch=text_batch) if rank == 0 else None
+    both = training_step(config, tokens, replicated, SummedTables, two_text_batches, rank)
+    times = {"one process": [], "two processes": []}
+    for _ in range(rounds + 1):
+        if rank == 0:
+            times["one process"].append(time_of(alone))
+        total(0)  # the other waits
+        sent.clear()
+        times["two processes"].append(time_of(both))
+    return {name: ms[1:] for name, ms in times.items()}, sent
+
+
+def step_bytes(config, ids):
+    """Bytes that a rank sends in a step on ids (world, B, T), on average, there and back, each rank a batch of its own.
+
+    rows: here, those of its distinct ids that it does not own. replicas: all-reduced, those of all ranks' distinct
+    ids. split: tables split along d_ff give and take (world - 1) / world of a row for each token. dense: DDP.
+    """
+    world, row = len(ids), 4 * math.prod(config.table_shape[1:])
+    not_owned = [(part.unique() % world != rank).sum().item() for rank, part in enumerate(ids)]
+    with torch.device("meta"):
+        dense = 4 * GPT(config).active_parameters()
+    share = 2 * (world - 1) / world
+    return {"rows": 2 * row * sum(not_owned) / world, "replicas": share * row * len(ids.unique()),
+            "split": share * row * ids[0].numel(), "dense": share * dense}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -447,9 +524,31 @@ def int8():
     report("generating, int8 over fp32, ms", 1 / ratio(times, "fp32", "int8"))
 
 
-SECTIONS = {f.__name__: f for f in (training, memory, plain, embedding, tables, decode, offload, cache, int8)}
-NEEDS = {"offload": lambda: shakespeare(256), "cache": lambda: shakespeare(256),
-         "int8": lambda: checkpoint.load(out_dir)}
+def shard():
+    config = shape(384, 6, 50257, 3)
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        port = s.getsockname()[1]
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        ranks = [(rank, port, (device, dtype, rounds), config, 2048) for rank in range(2)]
+        (times, sent), (_, others) = pool.starmap(one_of_two, ranks, chunksize=1)
+    for name, ms in times.items():
+        report(f"{name}, 2,048 tokens", statistics.median(ms), "ms", spread=[min(ms), max(ms)])
+    report("two processes over one", ratio(times, "one process", "two processes"))
+    formula = step_bytes(config, two_text_batches(config, 8, rounds)[0])  # that of the last round
+    for name in ("rows", "dense"):
+        assert formula[name] == (sent[name] + others[name]) / 2, f"not the formula's bytes: {name}"
+        report(f"2 processes, 2,048 tokens: {name}, counted", formula[name] / 2**20, "MiB")
+    ids = text_batch(config, 64, 0)[0]
+    report("distinct of 16,384 tokens", len(ids.unique()))
+    for world in (1, 2, 4, 8, 16, 32, 64):
+        for name, size in step_bytes(config, ids.unflatten(0, (world, -1))).items():
+            report(f"{world} processes, 16,384 tokens: {name}", size / 2**20, "MiB")
+
+
+SECTIONS = {f.__name__: f for f in (training, memory, plain, embedding, tables, decode, offload, cache, int8, shard)}
+NEEDS = {"int8": lambda: checkpoint.load(out_dir)}
+NEEDS |= dict.fromkeys(("offload", "cache", "shard"), lambda: shakespeare(256))
 
 if __name__ == "__main__":
     configure(globals(), minimum={"rounds": 1})

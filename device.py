@@ -1,18 +1,57 @@
 """
-The machine a script runs on: which device and dtype to use, whether to compile, how much memory was used.
+The machine a script runs on: which device and dtype to use, whether to compile, how much memory was used, and which of
+several processes this is.
 """
 
+import atexit
+import functools
+import os
 import re
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 
-def choose_device(device, dtype):
+def join_processes():
+    """(rank, world, index on this machine) of this process among torchrun's; (0, 1, 0) alone. Only rank 0 prints."""
+    if "RANK" not in os.environ or os.environ["WORLD_SIZE"] == "1":
+        return 0, 1, 0
+    if sys.platform == "win32":
+        raise ValueError("several processes need Linux or macOS: run one, without torchrun")
+    sys.excepthook = functools.partial(connection_lost, sys.excepthook)
+    # gloo carries what is on the CPU, checkpoints for one. An hour, since all wait while rank 0 writes them
+    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=timedelta(hours=1))
+    atexit.register(dist.destroy_process_group)
+    if dist.get_rank():
+        sys.stdout = open(os.devnull, "w")
+    return dist.get_rank(), dist.get_world_size(), int(os.environ["LOCAL_RANK"])
+
+
+def connection_lost(otherwise, kind, error, tb):
+    """sys.excepthook: what a collective fails with is in general the end of another rank, whose message counts."""
+    if issubclass(kind, dist.DistError) or "gloo" in str(error):
+        print("stopped, for another process has failed or is gone:", str(error).splitlines()[0][:200], file=sys.stderr)
+    else:
+        otherwise(kind, error, tb)
+
+
+def total(number):
+    """A number's sum over ranks, the same on all of them; they wait for each other."""
+    if not dist.is_initialized():
+        return number
+    sums = torch.tensor(number, dtype=torch.float64)
+    dist.all_reduce(sums)
+    return sums.item()
+
+
+def choose_device(device, dtype, index=None):
     """The settings device and dtype as (device name, torch dtype); "auto" is resolved, and printed with its reason.
 
-    ValueError for a device that is not here or a dtype that cannot train on it.
+    index: of this process among several on the machine, which take a GPU each. ValueError for a device that is not
+    here, cannot be several processes', or a dtype that cannot train on it.
     """
     device, why = str(device), "as set"
     if device == "auto":
@@ -20,12 +59,18 @@ def choose_device(device, dtype):
         if device == "mps" and not torch.backends.mps.is_available():
             device, why = "cpu", "no cuda or mps here"
     kind = device.split(":")[0]
+    if index is not None and kind == "mps":
+        raise ValueError("several processes cannot share mps: run one, or set --device=cpu")
+    if index is not None and kind == "cuda":
+        device, why = f"cuda:{index}", "a GPU for each process"
     try:
         if kind not in ("cpu", "cuda", "mps"):
             raise RuntimeError("torch knows more kinds, this project does not")
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError, TypeError):
         raise ValueError(f"device {device} is not available here: auto takes what is, cpu always works") from None
+    if index is not None and kind == "cuda":
+        torch.cuda.set_device(device)  # where NCCL works, and whatever stream or event names no device
     why_dtype = "as set"
     if dtype == "auto":
         dtype, why_dtype = "float32", f"half precision gains little on {kind}"

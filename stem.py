@@ -151,6 +151,13 @@ class Plan(NamedTuple):
     inv: torch.Tensor
 
 
+def initial_rows(vocab_size, n_stem, d_ff, std, seed):
+    """The rows that tables start with, as (ids, rows) in pieces: no second copy of a large table on the CPU."""
+    generator = torch.Generator().manual_seed(seed)
+    for ids in torch.arange(vocab_size).split(1024) if std else ():
+        yield ids, torch.randn(len(ids), n_stem, d_ff, generator=generator).mul_(std)
+
+
 class StemTables:
     """All STEM layers' tables as one object, resident on `device`, with the state of their optimizer.
 
@@ -164,12 +171,11 @@ class StemTables:
     """
 
     def __init__(self, vocab_size, n_stem, d_ff, std, betas=(0.9, 0.95), device="cpu", seed=0):
-        self.betas = betas
+        self.vocab_size, self.betas = vocab_size, betas
         make = torch.zeros if std is not None else torch.empty  # which touches no memory
         self.weight = make(vocab_size, n_stem, d_ff, device=device)  # (V, S, M)
-        generator = torch.Generator().manual_seed(seed)
-        for rows in self.weight.split(1024) if std else ():  # in pieces: no second copy of a large table on the CPU
-            rows.copy_(torch.randn(rows.shape, generator=generator).mul_(std))
+        for ids, rows in initial_rows(vocab_size, n_stem, d_ff, std, seed):
+            self.write(ids, rows)
         self.exp_avg = make(vocab_size, n_stem, d_ff, device=device)
         self.exp_avg_sq = make(vocab_size, n_stem, d_ff, device=device)
         self.count = torch.zeros(vocab_size, dtype=torch.int64)  # (V,), where the plan's ids are: on the CPU
@@ -179,9 +185,9 @@ class StemTables:
     def plan(self, ids):
         """The rows that a batch of ids (any shape, int64, CPU) needs. Pure. ValueError for an id outside the table."""
         distinct, inv = torch.unique(ids, return_inverse=True)
-        if len(distinct) and not 0 <= distinct[0] <= distinct[-1] < len(self.weight):
+        if len(distinct) and not 0 <= distinct[0] <= distinct[-1] < self.vocab_size:
             raise ValueError(f"token ids run from {distinct[0]} to {distinct[-1]}, but the vocabulary has "
-                             f"{len(self.weight)}: the data and the model do not belong together")
+                             f"{self.vocab_size}: the data and the model do not belong together")
         return Plan(distinct, inv)
 
     def prefetch(self, plan):

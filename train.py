@@ -5,17 +5,21 @@ Train a GPT, dense or STEM, on a dataset of data/, and leave in out_dir what sam
     python train.py config/stem_small.py --stem_every=1 --seed=2   # and flags over them; --help lists all
     python train.py --init_from=resume --out_dir=out/stem_small    # go on where a run stopped, with its settings
     python train.py config/stem_small.py --dry_run=True            # what a model would cost, allocating nothing
+    torchrun --standalone --nproc_per_node=8 train.py config/stem_openwebtext.py   # the same run by 8 processes
 
 Writes ckpt.pt (the latest, to resume from), best.pt (lowest val loss, to sample from), log.csv (a row a step) and, at
-the end, summary.json. Ctrl-C finishes the step, saves and leaves. Runs in one process.
+the end, summary.json. Ctrl-C finishes the step, saves and leaves.
 
 The shape of a step is that of nanoGPT; what STEM adds are the calls on `tables`. A step is a function of (seed, step):
 its batch is drawn, and dropout reseeded, from them alone. So the next batch is known in advance, and resuming needs no
-state of a random number generator.
+state of a random number generator. Of several processes (ranks) each draws the whole batch and takes its share of the
+micro-batches; all hold the model, each a part of the tables (shard.py), and rank 0 writes.
 """
 
+import contextlib
 import copy
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -30,14 +34,16 @@ from pathlib import Path
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # beside another busy process, threads that spin crawl
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 import checkpoint
 from configurator import arguments, settings_of
 from data.loader import open_dataset, recall
-from device import choose_device, compiled, peak_memory, rows_that_fit
+from device import choose_device, compiled, join_processes, peak_memory, rows_that_fit, total
 from model import GPT, GPTConfig, print_accounting
 from offload import HostTables
+from shard import ShardedTables
 from stem import StemTables
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -52,7 +58,7 @@ seed = 1  # of weights, tables, batches and dropout
 dataset = "facts"  # a folder of data/, or the path of one, that a prepare.py has filled
 batch_size = 8  # sequences in a micro-batch
 block_size = 64  # tokens in a sequence
-gradient_accumulation_steps = 1  # micro-batches in a step
+gradient_accumulation_steps = 1  # micro-batches in a step, over all processes
 # model
 vocab_size = 0  # 0 = the dataset's; may be larger, to pad it
 n_layer = 4
@@ -98,6 +104,7 @@ POSITIVE = ("batch_size", "block_size", "gradient_accumulation_steps", "eval_ite
 asked = arguments(globals(), minimum=dict.fromkeys(POSITIVE, 1) | {"cache_rows": -1})
 globals().update(asked)
 config = settings_of(globals())
+rank, world, local_rank = join_processes()
 start = None
 if init_from != "scratch":
     resume = init_from == "resume"
@@ -114,37 +121,47 @@ for wrong, why in ((min_lr > learning_rate, f"min_lr {min_lr} must be at most le
                    (table_dtype != "float32", f"table_dtype must be float32 to train, got {table_dtype!r}: most "
                     "updates are smaller than the steps of int8 and would be lost. sample.py takes int8"),
                    (not out_dir, "out_dir is empty: name a folder, . for this one"),
+                   (gradient_accumulation_steps % world, f"gradient_accumulation_steps {gradient_accumulation_steps} "
+                    f"counts over all processes: with {world} of them make it a multiple of that"),
                    (compile not in ("auto", True, False), f"compile must be auto, True or False, got {compile!r}")):
     if wrong:
         raise SystemExit(why)
 
 if not (dry_run and vocab_size):
+    if rank:
+        total(0)  # wait until rank 0 has made missing facts
     data = open_dataset(dataset, block_size, seed)
+    if rank == 0:
+        total(0)
     vocab_size = vocab_size or data.tokenizer.vocab_size
 model_config = GPTConfig(**{field.name: globals()[field.name] for field in dataclasses.fields(GPTConfig)})
 if start and not dry_run:
     checkpoint.check_fit(start, model_config, data.meta)
 if not dry_run and vocab_size < data.tokenizer.vocab_size:
     raise SystemExit(f"vocab_size {vocab_size} is below the dataset's {data.tokenizer.vocab_size}; 0 takes that")
-print_accounting(model_config, batch_size, gradient_accumulation_steps)
+print_accounting(model_config, batch_size, gradient_accumulation_steps, world)
 if dry_run:
     sys.exit()
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Model, tables, optimizers.
 
-device, torch_dtype = choose_device(device, dtype)
+device, torch_dtype = choose_device(device, dtype, local_rank if world > 1 else None)
 torch.manual_seed(seed)
 model = GPT(model_config, torch_dtype).to(device)
 # a seed of their own: with that of the weights, of which the CPU takes 32 bits, tables would repeat their numbers
 shape_and_start = (*model_config.table_shape, None if start else model_config.table_std, (beta1, beta2), device,
                    seed + 2**31)
 sequences = gradient_accumulation_steps * batch_size  # in a step
+make_tables = StemTables
 if offload:
     cache_rows = rows_that_fit(cache_rows, model_config.table_shape, 12, device)
-    tables = HostTables(*shape_and_start, sequences * block_size, torch_dtype, cache_rows)
+    make_tables = functools.partial(HostTables, max_rows=sequences * block_size, dtype=torch_dtype,
+                                    cache_rows=cache_rows)
+if world > 1 and model_config.stem_layers:
+    tables = ShardedTables(make_tables, *shape_and_start)
 else:
-    tables = StemTables(*shape_and_start)
+    tables = make_tables(*shape_and_start)
 optimizer = model.configure_optimizer(learning_rate, weight_decay, (beta1, beta2))
 scaler = torch.amp.GradScaler(torch.device(device).type, enabled=torch_dtype is torch.float16)  # of the loss
 step, seconds, best_val_loss = 0, 0.0, math.inf
@@ -159,11 +176,13 @@ if init_from == "resume":
     if start["scaler"]:  # empty unless it was float16
         scaler.load_state_dict(start["scaler"])
     step, seconds, best_val_loss = start["step"], start["seconds"], checkpoint.load(out_dir)["best_val_loss"]
-if offload and cache_rows:
-    tables.warm_start(data.get_batch("train", step + i, sequences)[0] for i in range(100))  # steps to come
 start = None  # a loaded checkpoint is as large as the model
 parameters = list(model.parameters())
 forward = compiled(model, compile, device)  # model itself keeps its parameters' own names, for checkpoints
+is_compiled, no_sync = forward is not model, contextlib.nullcontext
+if world > 1:  # no device_ids: all inputs are where the model is. Its one buffer is a constant
+    forward = DistributedDataParallel(forward, forward_sync_buffers=False, gradient_as_bucket_view=True)
+    no_sync = forward.no_sync  # of a micro-batch's gradients, which wait for those of the last
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Pieces of the loop.
@@ -179,25 +198,35 @@ def get_lr(step):
     return min_lr + 0.5 * (1.0 + math.cos(math.pi * ratio)) * (learning_rate - min_lr)
 
 
+def draw(step):
+    """Inputs and targets of a step, (world, n, T) each: of all ranks, since each knows by them what the others need."""
+    return [t.unflatten(0, (world, -1)) for t in data.get_batch("train", step, sequences)]
+
+
 @torch.no_grad()
 def evaluate():
-    """Mean loss, nats per token, over the same eval_iters batches of the val split each time."""
+    """Mean loss, nats per token, over the same eval_iters batches of the val split each time, each on one rank."""
     model.eval()
-    total = 0.0
-    for i in range(eval_iters):
-        x, y = data.get_batch("val", i, batch_size)
-        plan = tables.plan(x)
-        total += model(x.to(device), tables.fetch(plan), plan.inv.to(device), y.to(device)).item()
+    loss = 0.0
+    for first in range(0, eval_iters, world):
+        batches = [data.get_batch("val", i, batch_size) for i in range(first, min(first + world, eval_iters))]
+        plan = tables.plan(torch.stack([x for x, _ in batches]))
+        rows = tables.fetch(plan)  # also on a rank that is left without a batch: all must take part
+        if rank < len(batches):
+            x, y = batches[rank]
+            loss += model(x.to(device), rows, plan.inv[rank].to(device), y.to(device)).item()
     model.train()
-    return total / eval_iters
+    return total(loss) / eval_iters
 
 
 def save(name):
     """Write everything that sampling or going on needs into out_dir."""
-    checkpoint.save(Path(out_dir) / name, {
-        "model_config": dataclasses.asdict(model_config), "meta": data.tokenizer.meta, "settings": config,
-        "model": model.state_dict(), "tables": tables.state_dict(), "optimizer": optimizer.state_dict(),
-        "scaler": scaler.state_dict(), "step": step, "seconds": seconds, "best_val_loss": best_val_loss})
+    every_row = tables.state_dict()  # of all ranks, on rank 0
+    if rank == 0:
+        checkpoint.save(Path(out_dir) / name, {
+            "model_config": dataclasses.asdict(model_config), "meta": data.tokenizer.meta, "settings": config,
+            "model": model.state_dict(), "tables": every_row, "optimizer": optimizer.state_dict(),
+            "scaler": scaler.state_dict(), "step": step, "seconds": seconds, "best_val_loss": best_val_loss})
 
 
 def save_and_evaluate():
@@ -235,6 +264,19 @@ def apply_gradients(plan, rows, lr, loss):
     return norm
 
 
+def take_out_dir():
+    """Make out_dir; an earlier run's files go into a folder of their own in it: a start by mistake loses nothing."""
+    Path(out_dir).mkdir(parents=True, exist_ok=True)
+    if init_from != "resume" and any((Path(out_dir) / name).exists() for name in ("ckpt.pt", "best.pt")):
+        earlier = next(p for i in itertools.count(1) if not (p := Path(out_dir) / f"earlier{i}").exists())
+        earlier.mkdir()
+        for name in ("ckpt.pt", "best.pt", "log.csv", "summary.json"):
+            if (Path(out_dir) / name).exists():
+                os.replace(Path(out_dir) / name, earlier / name)
+        print(f"{out_dir} held an earlier run, now in {earlier}; --init_from=resume would have gone on with it")
+    (Path(out_dir) / "summary.json").unlink(missing_ok=True)  # says of a run that it has finished
+
+
 def open_log():
     """log.csv with its rows up to `step` from before a resume."""
     path, rows = Path(out_dir) / "log.csv", []
@@ -252,7 +294,8 @@ def on_signal(signum, frame):
     """The first Ctrl-C or SIGTERM lets the step finish; a second one kills as usual."""
     global interrupted
     interrupted = True
-    print("finishing the step, then saving; once more to stop without", file=sys.stderr)
+    if rank == 0:
+        print("finishing the step, then saving; once more to stop without", file=sys.stderr)
     signal.signal(signum, signal.SIG_DFL)
 
 
@@ -270,17 +313,11 @@ def describe(val_loss, shares):
 if eval_only:
     print(describe(evaluate(), recall(model.eval(), tables, data.tokenizer, data.questions)))
     sys.exit()
+total(0)  # all have read their checkpoint, which rank 0 may now move
 try:
-    Path(out_dir).mkdir(parents=True, exist_ok=True)
-    if init_from != "resume" and any((Path(out_dir) / name).exists() for name in ("ckpt.pt", "best.pt")):
-        earlier = next(p for i in itertools.count(1) if not (p := Path(out_dir) / f"earlier{i}").exists())
-        earlier.mkdir()  # of each run its own: a start by mistake loses nothing
-        for name in ("ckpt.pt", "best.pt", "log.csv", "summary.json"):
-            if (Path(out_dir) / name).exists():
-                os.replace(Path(out_dir) / name, earlier / name)
-        print(f"{out_dir} held an earlier run, now in {earlier}; --init_from=resume would have gone on with it")
-    (Path(out_dir) / "summary.json").unlink(missing_ok=True)  # says of a run that it has finished
-    log = open_log()
+    if rank == 0:
+        take_out_dir()
+    log = open_log() if rank == 0 else open(os.devnull, "w")
 except OSError as e:
     raise SystemExit(f"cannot write into out_dir {out_dir}: {e.strerror}") from None
 interrupted = False
@@ -295,26 +332,30 @@ k_tokens = sequences * block_size / 1000
 val_loss = None
 bar = tqdm(total=max_iters, initial=step, unit="step", dynamic_ncols=True,
            disable=not all(stream and stream.isatty() for stream in (sys.stdout, sys.stderr)))
-x, y = data.get_batch("train", step, sequences)
+if offload and cache_rows:
+    tables.warm_start(draw(step + i)[0] for i in range(100))
+x, y = draw(step)
 plan = tables.plan(x)
-while step < max_iters and not interrupted:
+while not (stopped := total(interrupted) > 0) and step < max_iters:  # a signal to one rank stops all, at one step
     t0 = time.perf_counter()
-    torch.manual_seed(hash((seed, step)))  # dropout is a function of the step, too
+    torch.manual_seed(hash((seed, step)) + rank)  # dropout is a function of the step, too
     lr = get_lr(step)
     for group in optimizer.param_groups:
         group["lr"] = lr
     rows = tables.fetch(plan)  # those of the whole step, for all its micro-batches
-    next_x, next_y = data.get_batch("train", step + 1, sequences)
+    next_x, next_y = draw(step + 1)
     next_plan = tables.plan(next_x)
     tables.prefetch(next_plan)
-    if forward is not model:
+    if is_compiled:
         torch._dynamo.maybe_mark_dynamic(rows, 0)  # one graph for any number of rows
     loss = 0.0
-    for ids, inv, targets in zip(*(t.to(device).split(batch_size) for t in (x, plan.inv, y))):
-        part = forward(ids, rows, inv, targets) / gradient_accumulation_steps
-        scaler.scale(part).backward()
+    micro_batches = list(zip(*(t[rank].to(device).split(batch_size) for t in (x, plan.inv, y))))
+    for i, (ids, inv, targets) in enumerate(micro_batches):
+        with no_sync() if i + 1 < len(micro_batches) else contextlib.nullcontext():  # DDP's forward asks for it, too
+            part = forward(ids, rows, inv, targets) / len(micro_batches)
+            scaler.scale(part).backward()
         loss += part.detach()
-    loss = loss.item()
+    loss = total(loss.item()) / world
     norm = apply_gradients(plan, rows, lr, loss)
     x, y, plan, step = next_x, next_y, next_plan, step + 1
     ms = max(1e-3, 1000 * (time.perf_counter() - t0))  # a clock may stand still, or be set back
@@ -339,13 +380,15 @@ bar.close()
 # ---------------------------------------------------------------------------------------------------------------------
 # The end.
 
-if interrupted:
+if stopped:
     save("ckpt.pt")
     print(f"stopped after step {step}; go on with python train.py --init_from=resume --out_dir={out_dir}")
     sys.exit(130)
 if val_loss is None:  # there was no step left to do
     val_loss = save_and_evaluate()
-shares = recall(model.eval(), tables, data.tokenizer, data.questions)
+shares = recall(model.eval(), tables, data.tokenizer, data.questions)  # all ranks, for each other's rows
+if rank:  # from here on nothing is done together
+    sys.exit()
 summary = {"val_loss": val_loss, **shares, "seconds": seconds,
            "tokens_per_second": 1000 * (step - first_step) * k_tokens / max(1e-3, seconds - earlier_seconds),
            "flops_per_token": model.flops_per_token(), "parameters": model.parameters_by_role(),
@@ -355,5 +398,5 @@ summary = {"val_loss": val_loss, **shares, "seconds": seconds,
 os.replace(Path(out_dir) / "summary.tmp", Path(out_dir) / "summary.json")
 if moved:
     print("offload     a step: " + ", ".join(f"{name} {mean:,.4g}" for name, mean in summary["moved"].items())
-          + f"; resident tables hold {12 * math.prod(model_config.table_shape):,.4g} device bytes")
+          + f"; resident tables hold {12 * math.prod(model_config.table_shape) / world:,.4g} device bytes")
 print(f"{step} steps in {seconds:.1f} s: {describe(val_loss, shares)}")

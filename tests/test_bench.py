@@ -57,6 +57,15 @@ def test_caches_hit_what_they_say():
     assert bench.lfu(steps * 100, 4, 2) == top * 100
 
 
+def test_the_bytes_of_a_step_are_those_of_a_case_by_hand():
+    """Ranks 0 and 1 own even and odd ids. Each lacks one id of its own two or three; there are four in all."""
+    config = bench.shape(64, 2, 50, 1)
+    row = 4 * config.d_ff
+    sent = bench.step_bytes(config, torch.tensor([[[0, 1, 2]], [[2, 2, 3]]]))
+    assert (sent["rows"], sent["replicas"], sent["split"]) == (2 * row, 4 * row, 3 * row)
+    assert sent["dense"] == 4 * GPT(config).active_parameters()
+
+
 def test_a_section_that_is_none_is_refused(script):
     with pytest.raises(SystemExit, match="no section nosuch; there are training, memory"):
         script("bench.py", "--only=nosuch")
