@@ -534,7 +534,7 @@ def shard():
         (times, sent), (_, others) = pool.starmap(one_of_two, ranks, chunksize=1)
     for name, ms in times.items():
         report(f"{name}, 2,048 tokens", statistics.median(ms), "ms", spread=[min(ms), max(ms)])
-    report("two processes over one", ratio(times, "one process", "two processes"))
+    report("speed-up of two processes", ratio(times, "one process", "two processes"))
     formula = step_bytes(config, two_text_batches(config, 8, rounds)[0])  # that of the last round
     for name in ("rows", "dense"):
         assert formula[name] == (sent[name] + others[name]) / 2, f"not the formula's bytes: {name}"
