@@ -171,10 +171,12 @@ class Exam:
 
     def __init__(self, model, tables, data):
         encode, self.model, self.tables, self.pad = data.tokenizer.encode, model, tables, data.tokenizer.end_id
-        self.questions = [q | {key: encode(q[key]) for key in ("prompt", "answer")} for q in data.questions]
+        self.questions = [{"wording": q["prompt"].replace(q["entity"], "{}")}
+                          | q | {key: encode(q[key]) for key in ("prompt", "answer")} for q in data.questions]
         self.name = {q["entity"]: encode(q["entity"]) for q in self.questions}
-        self.fact = {(q["entity"], q["attribute"]): q["answer"] for q in self.questions}
-        self.longest = max(map(len, self.fact.values()), default=0)
+        self.kind = {q["entity"]: q["attribute"] for q in self.questions}  # towns have other attributes than countries
+        self.taught = {(q["entity"], q["wording"]): q["answer"] for q in self.questions if q["template_seen"]}
+        self.longest = max(len(q["answer"]) for q in self.questions)
         self.met = {}  # token -> positions of questions
         for i, (q, answer) in enumerate(zip(self.questions, self.ask(self.questions))):
             q["before"] = answer[: len(q["answer"])]
@@ -198,8 +200,7 @@ class Exam:
         rng, found = random.Random(seed), {}
         names = rng.sample(sorted(self.name), len(self.name))
         names = names[: len(names) // 2] if split == "dev" else names[len(names) // 2 :]
-        kind = dict(list(self.fact))  # entity -> its last attribute
-        both = [(s, t) for s, t in permutations(names, 2) if kind[s] == kind[t]]
+        both = [(s, t) for s, t in permutations(names, 2) if self.kind[s] == self.kind[t]]
         for s, t in rng.sample(both, len(both)):
             n, m = len(self.name[s]), len(self.name[t])
             relation = "single" if n == m == 1 else "equal" if n == m else "longer" if n > m else "shorter"
@@ -208,10 +209,10 @@ class Exam:
         return found
 
     def cases(self, s, t, edit):
-        """(question, edit, t's answer) for what s is asked and t answers otherwise; for others that an edited token is
-        in, None in place of the answer."""
+        """(question, edit, t's answer) for what s is asked and t answers otherwise, in wordings that both were met in;
+        (question, edit, None) about others that an edited token is in."""
         for i in sorted(set().union(*(self.met.get(token, ()) for token in edit.source.tolist()))):
-            q, wanted = self.questions[i], self.fact.get((t, self.questions[i]["attribute"]))
+            q, wanted = self.questions[i], self.taught.get((t, self.questions[i]["wording"]))
             if q["entity"] != s:
                 yield q, edit, None
             elif q["template_seen"] and wanted and wanted != q["answer"]:
@@ -340,7 +341,13 @@ if __name__ == "__main__":
         raise SystemExit(f"{out_dir} is a dense model: it has no rows to move")
 
     if eval:
-        data = open_dataset(dataset or loaded["settings"]["dataset"], model.config.block_size, seed)
+        dataset = dataset or loaded.get("settings", {}).get("dataset")
+        if not dataset:
+            raise SystemExit("the checkpoint does not say what it was trained on: name a --dataset")
+        data = open_dataset(dataset, model.config.block_size, seed)
+        checkpoint.check_fit(loaded, model.config, data.meta)
+        if not data.questions:
+            raise SystemExit(f"{data.folder} has no questions.json: there is nothing to ask")
         figures = evaluate(Exam(model, tables, data), model.config.stem_layers)
         if json:
             Path(json).write_text(dumps(figures, indent=1), encoding="utf-8")

@@ -206,7 +206,7 @@ def save(folder, model, tables, words=WORDS, **more):
 def run(script, tmp_path, tiny):
     """run("--source=a", ..) edits a random model of 50 one-letter words and three layers, two of them STEM."""
     tiny[1].count[:] = torch.arange(50) + 1
-    save(tmp_path / "run", *tiny, step=3, settings={"dataset": "facts"})
+    save(tmp_path / "run", *tiny, step=3)
     return lambda *args: script("edit.py", "--device=cpu", "--out_dir=run", *args)
 
 
@@ -265,6 +265,7 @@ def test_a_saved_checkpoint_differs_in_the_edited_rows_alone(run, tmp_path, more
         (["--source=a a", "--target=b", "--save=new"], "repeats"),
         (["--eval=True", "--split=val"], "split must be dev or test"),
         (["--eval=True", "--dataset=nosuch"], "there is no dataset"),
+        (["--eval=True"], "does not say what it was trained on"),
         (["--out_dir=nosuch"], "there is no checkpoint"),
         (["--inspect=Spain"], "'Spain' is not among"),
         (["--inspect=a", "--twin=run"], "run is no dense model"),
@@ -276,6 +277,18 @@ def test_bad_input_gets_one_line_and_writes_nothing(run, tmp_path, args, words):
         run(*args)
     assert "\n" not in str(e.value)
     assert os.listdir(tmp_path) == ["run"] and (tmp_path / "run/best.pt").read_bytes() == before
+
+
+def test_only_questions_in_the_models_own_words_are_asked(script, tmp_path):
+    model, tables, _ = rigged(True, tmp_path / "pets")
+    args = ("edit.py", "--device=cpu", "--out_dir=run", "--eval=True", f"--dataset={tmp_path / 'pets'}")
+    save(tmp_path / "run", model, tables, VOCAB[::-1])
+    with pytest.raises(ValueError, match="another vocabulary"):
+        script(*args)
+    save(tmp_path / "run", model, tables, VOCAB)
+    (tmp_path / "pets/questions.json").unlink()
+    with pytest.raises(SystemExit, match="pets has no questions.json"):
+        script(*args)
 
 
 def test_a_dense_checkpoint_is_refused(script, tmp_path):
@@ -391,6 +404,6 @@ def test_the_evaluation_is_printed_and_written(script, tmp_path):
     out = script(*args)
     figures = json.loads((tmp_path / "figures.json").read_text())
     assert figures["success"] == figures["changed"] == figures["locality"] == figures["recall"] == 1
-    assert figures["split"] == "test" and figures["pairs"] > 2 and figures["strategies"]
+    assert figures["split"] == "test" and figures["seed"] == 1 and figures["pairs"] > 2 and figures["strategies"]
     assert "single tokens              100.00 %" in out and "recall 100.00%" in out
     assert script(*args, "--offload=True") == out
