@@ -105,7 +105,7 @@ def make_edit(tables, source, target, how="left", pad=None, swap=False, layers=A
     to = dict(zip(source, fit(len(source), target, how, pad, tables.state_dict()["count"])))
     for s, t in list(to.items()) if swap else ():
         if to.setdefault(t, s) != s:
-            raise ValueError("a token has a place in both names, and they differ: these cannot be swapped")
+            raise ValueError("a token repeats, or its places in the names differ: they cannot be swapped")
     return Edit(torch.tensor(list(to)), torch.tensor(list(to.values()))[:, None], layers)
 
 
@@ -152,8 +152,8 @@ class Mapped:
         return Plan(*torch.unique(ids << 32 | mapped, return_inverse=True))
 
     def fetch(self, plan):
-        own, moved = (self.tables.plan(ids) for ids in (plan.ids >> 32, plan.ids & 0xFFFFFFFF))
-        own, moved = (rows[p.inv.to(rows.device)] for p in (own, moved) for rows in [self.tables.fetch(p)])
+        plans = map(self.tables.plan, (plan.ids >> 32, plan.ids & 0xFFFFFFFF))
+        own, moved = (self.tables.fetch(p)[p.inv] for p in plans)
         own[:, self.layers] = moved[:, self.layers]
         return own
 

@@ -179,7 +179,7 @@ def test_an_average_is_the_mean_of_the_rows(tiny):
         (([1, 2], [3], "left"), "no <|endoftext|> to pad with"),
         (([1, 2], [3], "subset", 0), "too few"),
         (([1, 2], [3], "left", 0, True), "equally many tokens"),
-        (([1, 2], [2, 3], "left", 0, True), "a place in both names"),
+        (([1, 2], [2, 3], "left", 0, True), "its places in the names differ"),
     ],
 )
 def test_an_edit_that_cannot_be_says_why(tiny, args, words):
