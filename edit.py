@@ -354,8 +354,9 @@ if __name__ == "__main__":
         raise SystemExit
     if inspect:
         dense = checkpoint.rebuild(checkpoint.load(twin), device)[0] if twin else None
-        if dense and (dense.config.stem_layers or dense.config.vocab_size != model.config.vocab_size):
-            raise SystemExit(f"{twin} is no dense model of the same vocabulary")
+        shapes = [(m.config.vocab_size, m.config.n_layer) for m in (model, dense or model)]
+        if dense and (dense.config.stem_layers or shapes[0] != shapes[1]):
+            raise SystemExit(f"{twin} is no dense model of the same vocabulary and as many layers")
         inspect_rows(model, tables, tokenizer, tokenizer.encode(inspect), dense)
         raise SystemExit
 
