@@ -306,15 +306,15 @@ class GPT(nn.Module):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def print_accounting(config, batch_size, gradient_accumulation_steps, world=1):
+def print_accounting(config, batch_size, gradient_accumulation_steps, world=1, cache_rows=0):
     """What a model stores, does for a token and each of `world` processes needs in training; builds no weights."""
     with torch.device("meta"):  # shapes without memory
         model, twin = GPT(config), GPT(replace(config, stem_every=0))
     role, active, full = model.parameters_by_role(), model.active_parameters(), twin.active_parameters()
     flops, tokens = model.flops_per_token(), batch_size * config.block_size
     rows = min(config.vocab_size, tokens * gradient_accumulation_steps // world) * math.prod(config.table_shape[1:])
-    tables = role["tables"] / world
-    resident, offloaded = 12 * (tables + rows), 20 * rows  # with Adam; a step's rows, gradients; two lanes
+    tables, hot = role["tables"] / world, cache_rows * math.prod(config.table_shape[1:])
+    resident, offloaded = 12 * (tables + rows), 12 * hot + 20 * rows  # with Adam; a step's rows, gradients; two lanes
     # numbers that a token keeps for the backward pass: by layer, and its logits, their softmax and gradient
     kept = config.n_layer * (8 * config.n_embd + 4 * config.d_ff) + 3 * config.vocab_size
     memory = {"weights, gradients, Adam": 16 * active, "activations, about": 4 * tokens * kept,
@@ -326,4 +326,5 @@ def print_accounting(config, batch_size, gradient_accumulation_steps, world=1):
     print(f"FLOPs       {flops:,} to train on a token, {flops / twin.flops_per_token():.3f} of the dense twin's")
     print("memory      " + ", ".join(f"{name} {size / 2**20:,.1f} MiB" for name, size in memory.items()))
     if offloaded > 12 * tables:
-        print("            a step may use so many rows that with offload they need more of the device than all tables")
+        print("            a step may use so many rows that with offload, and a cache, they need more of the device "
+              "than all tables")

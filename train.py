@@ -18,6 +18,7 @@ micro-batches; all hold the model, each a part of the tables (shard.py), and ran
 
 import contextlib
 import copy
+import csv
 import dataclasses
 import functools
 import itertools
@@ -139,7 +140,7 @@ if start and not dry_run:
     checkpoint.check_fit(start, model_config, data.meta)
 if not dry_run and vocab_size < data.tokenizer.vocab_size:
     raise SystemExit(f"vocab_size {vocab_size} is below the dataset's {data.tokenizer.vocab_size}; 0 takes that")
-print_accounting(model_config, batch_size, gradient_accumulation_steps, world)
+print_accounting(model_config, batch_size, gradient_accumulation_steps, world, max(0, cache_rows))
 if dry_run:
     sys.exit()
 
@@ -278,15 +279,18 @@ def take_out_dir():
 
 
 def open_log():
-    """log.csv with its rows up to `step` from before a resume."""
-    path, rows = Path(out_dir) / "log.csv", []
+    """log.csv as a csv.DictWriter, with the rows up to `step` of before a resume, which may have had other columns."""
+    path, rows, names = Path(out_dir) / "log.csv" if rank == 0 else Path(os.devnull), [], []
     if step and path.is_file():
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()  # a kill may have cut one
-        rows = [row for row in lines if re.fullmatch(r"(\d+)(,[^,]*){6,}", row) and int(row.split(",")[0]) <= step]
-    log = open(path, "w", buffering=1, encoding="utf-8")  # line by line, so that what a killed run did can be read
-    columns = ("step", "loss", "lr", "norm", "ms", "tokens_per_second", "val_loss", *tables.moved)
-    rows = [(row + "," * len(columns)).split(",")[: len(columns)] for row in rows]  # a resume may change --offload
-    print(*(",".join(row) for row in (columns, *rows)), sep="\n", file=log)
+        old = csv.DictReader(path.read_text(encoding="utf-8", errors="replace").replace("\0", "").splitlines())
+        names = old.fieldnames or []
+        rows = [row for row in old if re.fullmatch(r"\d+", row.get("step") or "") and int(row["step"]) <= step
+                and row.get("val_loss") is not None]  # a kill may have cut one
+    columns = ("step", "loss", "lr", "norm", "ms", "tokens_per_second", "val_loss", *names, *tables.moved)
+    file = open(path, "w", buffering=1, encoding="utf-8")  # line by line, so that what a killed run did can be read
+    log = csv.DictWriter(file, dict.fromkeys(columns), restval="", extrasaction="ignore", lineterminator="\n")
+    log.writeheader()
+    log.writerows(rows)
     return log
 
 
@@ -317,7 +321,7 @@ total(0)  # all have read their checkpoint, which rank 0 may now move
 try:
     if rank == 0:
         take_out_dir()
-    log = open_log() if rank == 0 else open(os.devnull, "w")
+    log = open_log()
 except OSError as e:
     raise SystemExit(f"cannot write into out_dir {out_dir}: {e.strerror}") from None
 interrupted = False
@@ -332,7 +336,7 @@ k_tokens = sequences * block_size / 1000
 val_loss = None
 bar = tqdm(total=max_iters, initial=step, unit="step", dynamic_ncols=True,
            disable=not all(stream and stream.isatty() for stream in (sys.stdout, sys.stderr)))
-if offload and cache_rows:
+if offload and cache_rows:  # from the steps to come
     tables.warm_start(draw(step + i)[0] for i in range(100))
 x, y = draw(step)
 plan = tables.plan(x)
@@ -364,8 +368,9 @@ while not (stopped := total(interrupted) > 0) and step < max_iters:  # a signal 
     moved.update(tables.moved)
     due = step == max_iters or (eval_interval and step % eval_interval == 0)
     val_loss = save_and_evaluate() if due else None
-    print(step, loss, lr, norm, f"{ms:.3f},{1e6 * k_tokens / ms:.0f}", val_loss if due else "",
-          *(f"{x:.6g}" for x in tables.moved.values()), sep=",", file=log)
+    log.writerow({"step": step, "loss": loss, "lr": lr, "norm": norm, "ms": f"{ms:.3f}",
+                  "tokens_per_second": f"{1e6 * k_tokens / ms:.0f}", "val_loss": val_loss if due else "",
+                  **{name: f"{x:.6g}" for name, x in tables.moved.items()}})
     bar.update()
     if log_interval and step % log_interval == 0:
         line = f"loss {loss:.4f}  lr {lr:.2e}  norm {norm:.3f}  {ms:.1f} ms  {1000 * k_tokens / ms:.1f} k tokens/s"

@@ -205,12 +205,14 @@ def log(folder):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, facts):
-    """A folder of out folders: 20 steps on 1, 2 and 4 ranks, resident (r) and offloaded (o); a dense model's (d); what
-    1, 2 and 4 ranks made of the first 10 steps of 4 (h). And {world: for each rank the weights its runs ended with}.
+    """A folder of out folders: 20 steps on 1, 2 and 4 ranks, resident (r) and offloaded with a cache (o); those of a
+    dense model (d); what 1, 2 and 4 ranks made of the first 10 steps of 4 (h). And {world: for each rank the weights
+    its runs ended with}.
     """
     top, flags, ended = tmp_path_factory.mktemp("ranks"), [*SMALL, f"--dataset={facts}"], {}
     for world in (4, 2, 1):
-        runs = [[*flags, f"--out_dir={top}/r{world}"], [*flags, "--offload=True", f"--out_dir={top}/o{world}"]]
+        offloaded = [*flags, "--offload=True", "--cache_rows=9", f"--out_dir={top}/o{world}"]
+        runs = [[*flags, f"--out_dir={top}/r{world}"], offloaded]
         if world == 4:
             runs += [[*flags, "--max_iters=10", "--lr_decay_iters=20", f"--out_dir={top}/h{w}"] for w in (1, 2, 4)]
         else:

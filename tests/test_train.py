@@ -156,6 +156,7 @@ def test_a_resume_may_change_where_tables_are(train, script):
     assert [r["loss"] for r in log("parts")] == [r["loss"] for r in log("whole")]
     lines = Path("parts/log.csv").read_text().splitlines()
     assert "device_bytes" in lines[0] and len({line.count(",") for line in lines}) == 1
+    assert [bool(r["device_bytes"]) for r in log("parts")] == [True, True, False, False, True, True]
 
 
 def test_the_dense_twin_runs_through_the_same_loop(train):
