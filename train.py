@@ -310,7 +310,7 @@ total(0)  # all have read their checkpoint, which rank 0 may now move
 try:
     if rank == 0:
         take_out_dir()
-    log = open_log() if rank == 0 else open(os.devnull, "w")
+    log = open_log() if rank == 0 else open(os.devnull, "w", encoding="utf-8")
 except OSError as e:
     raise SystemExit(f"cannot write into out_dir {out_dir}: {e.strerror}") from None
 interrupted = False
