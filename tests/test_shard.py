@@ -184,7 +184,7 @@ def train(*runs):
 
     def asked(model, tables, tokenizer, questions):
         ended.append({name: p.clone() for name, p in model.state_dict().items()})
-        return ask(model, tables, tokenizer, questions[:40])
+        return ask(model, tables, tokenizer, questions[:8])
 
     data.loader.recall = asked
     for flags in runs:
