@@ -25,8 +25,9 @@ def join_processes():
     # gloo carries what is on the CPU, checkpoints for one. An hour, since all wait while rank 0 writes them
     dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=timedelta(hours=1))
     atexit.register(dist.destroy_process_group)
+    total(0)  # one that stops at once, for a wrong setting, must not be gone before the others have come
     if dist.get_rank():
-        sys.stdout = open(os.devnull, "w")
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")
     return dist.get_rank(), dist.get_world_size(), int(os.environ["LOCAL_RANK"])
 
 
