@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 def join_processes():
     """(rank, world, index on this machine) of this process among torchrun's; (0, 1, 0) alone. Only rank 0 prints."""
-    if "RANK" not in os.environ or os.environ["WORLD_SIZE"] == "1":
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         return 0, 1, 0
     if sys.platform == "win32":
         raise ValueError("several processes need Linux or macOS: run one, without torchrun")

@@ -34,7 +34,7 @@ import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 import checkpoint
-from configurator import configure
+from configurator import arguments
 from data.loader import open_dataset
 from device import choose_device
 from stem import Plan
@@ -102,7 +102,9 @@ def make_edit(tables, source, target, how="left", pad=None, swap=False, layers=A
             raise ValueError(why)
     if how == "average" and len(source) != len(target):
         return Edit(torch.tensor(source), torch.tensor([target] * len(source)), layers)
-    to = dict(zip(source, fit(len(source), target, how, pad, tables.state_dict()["count"])))
+    tables.plan(torch.tensor([*source, *target]))  # which refuses ids that there are no rows of
+    count = tables.state_dict()["count"] if how == "subset" else None
+    to = dict(zip(source, fit(len(source), target, how, pad, count)))
     for s, t in list(to.items()) if swap else ():
         if to.setdefault(t, s) != s:
             raise ValueError("a token repeats, or its places in the names differ: they cannot be swapped")
@@ -219,7 +221,7 @@ class Exam:
                 yield q, edit, wanted
 
     def grade(self, couples, how="left", layers=ALL):
-        """Shares of the answers after edits of all couples. success: the target's; changed: no longer the source's;
+        """Shares of the answers after edits of all couples. success: the target's; changed: another than before;
         locality: about all other entities, as before; shared: about those that share an edited token, as before."""
         cases, answers = [], []
         for s, t in couples:
@@ -227,13 +229,15 @@ class Exam:
                 cases += (mine := list(self.cases(s, t, edit)))
                 if how == "average":  # only rows can; the other rules are asked all at once, behind their mapped ids
                     answers += self.ask([q for q, _, _ in mine])
+        if not cases:
+            raise ValueError("the names that were drawn have the same answers: raise --pairs, or take another --seed")
         questions, edits, wanted = zip(*cases)
         answers = answers or self.ask(questions, edits)
-        told = [(a, q["answer"], w) for a, q, w in zip(answers, questions, wanted) if w]
+        told = [(a, q["before"], w) for a, q, w in zip(answers, questions, wanted) if w]
         shared = [a[: len(q["before"])] == q["before"] for a, q, w in zip(answers, questions, wanted) if not w]
         others = sum(q["entity"] != s for s, _ in couples for q in self.questions)
         return {"success": mean([a[: len(w)] == w for a, _, w in told]),
-                "changed": mean([a[: len(own)] != own for a, own, _ in told]),
+                "changed": mean([a[: len(before)] != before for a, before, _ in told]),
                 "locality": 1 - shared.count(False) / others, "shared": mean(shared),
                 "pairs": len(couples), "questions": len(told)}
 
@@ -287,7 +291,8 @@ def compare(tokenizer, before, after):
                 for p, i in zip(*(x.tolist() for x in log_p.exp().topk(min(5, len(log_p)))))]
                for log_p, _ in (before, after)]
     print(*(f"{b}   {a}" for b, a in zip([f"{'before':38}", *columns[0]], ["after", *columns[1]])), sep="\n")
-    print(f"KL(before, after) {F.kl_div(after[0], before[0], reduction='sum', log_target=True):.3f} nats\n"
+    kl = F.kl_div(after[0], before[0], reduction="sum", log_target=True).clamp_min(0)
+    print(f"KL(before, after) {kl:.3f} nats\n"
           f"before: {before[1]}\nafter:  {after[1]}")
 
 
@@ -329,7 +334,11 @@ def inspect_rows(model, tables, tokenizer, ids, dense=None):
 
 # ---------------------------------------------------------------------------------------------------------------------
 if __name__ == "__main__":
-    configure(globals(), minimum={"pairs": 1})
+    asked = arguments(globals(), minimum={"pairs": 1})
+    globals().update(asked)
+    of_an_edit = {"source", "target", "prompt", "how", "swap", "layers", "way", "save"} & set(asked)
+    if (eval or inspect) and of_an_edit:
+        raise SystemExit(f"--eval and --inspect do not look at {', '.join(sorted(of_an_edit))}: leave that out")
     for name, value, allowed in (("way", way, ("rows", "ids")), ("split", split, ("dev", "test"))):
         if value not in allowed:
             raise SystemExit(f"{name} must be {' or '.join(allowed)}, got {value!r}")
@@ -348,6 +357,8 @@ if __name__ == "__main__":
         checkpoint.check_fit(loaded, model.config, data.meta)
         if not data.questions:
             raise SystemExit(f"{data.folder} has no questions.json: there is nothing to ask")
+        if json:
+            Path(json).touch()  # a place that cannot be written to is found now
         figures = evaluate(Exam(model, tables, data), model.config.stem_layers)
         if json:
             Path(json).write_text(dumps(figures, indent=1), encoding="utf-8")
@@ -364,6 +375,7 @@ if __name__ == "__main__":
         raise SystemExit("name a --prompt to show the edit on, or where to --save it; --help lists all settings")
     if save and any((Path(save) / name).exists() for name in ("best.pt", "ckpt.pt")):
         raise SystemExit(f"{save} holds a checkpoint, which is never overwritten: name another folder")
+    layers = layers.replace(" ", "")
     if unknown := [layer for layer in layers.split(",") if layers != "all" and layer not in there]:
         raise SystemExit(f"layers must be all or some of {','.join(there)}, got {','.join(unknown)}")
     ids, by = tokenizer.encode(source), tokenizer.encode(target)

@@ -159,10 +159,10 @@ class HostTables:
         self.max_rows = min(max_rows, vocab_size)
         self.slots = Slots(vocab_size, min(cache_rows, vocab_size))
         self.hot = StemTables(len(self.slots.token), n_stem, d_ff, None, betas, device)  # row i is in slot i
-        cuda, R = self.device.type == "cuda", n_stem * d_ff
+        cuda, self.R = self.device.type == "cuda", n_stem * d_ff
         self.h2d, self.d2h = (torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)) if cuda else (None, None)
-        self.early, self.late = (Lane(self.max_rows, R, dtype, self.device, self.h2d) for _ in range(2))
-        self.grads = pinned(self.max_rows, R, torch.float32) if cuda else None
+        self.early, self.late = (Lane(self.max_rows, self.R, dtype, self.device, self.h2d) for _ in range(2))
+        self.grads = pinned(self.max_rows, self.R, torch.float32) if cuda else None
         self.worker = ThreadPoolExecutor(1, "tables", start_worker, (self.device,))  # ends when the tables go
         self.jobs = deque()  # those not joined yet, in order
         self.running = None  # the plan whose update is to come
@@ -213,13 +213,13 @@ class HostTables:
         """Note what the rows of a step cost; on a GPU the wait is known when the step is over."""
         if self.wait:
             self.wait[1].record()
-        U, n_hot, number = len(plan.ids), int(hot.sum()), self.host.weight[0].numel()
-        held = 2 * self.early.buffer.nbytes + 12 * number * (U + len(self.slots.token))  # lanes; leaf, gradient, unbind
+        U, n_hot = len(plan.ids), int(hot.sum())
+        held = 2 * self.early.buffer.nbytes + 12 * self.R * (U + len(self.slots.token))  # lanes; leaf, gradient, unbind
         self.moved |= {
             "rows": U, "hot": n_hot, "early": U - n_hot - len(late), "late": len(late),
             "row_hit_rate": n_hot / max(1, U), "token_hit_rate": int(hot[plan.inv].sum()) / max(1, plan.inv.numel()),
-            "swaps": 0, "bytes_up": (U - n_hot) * number * self.early.buffer.itemsize,
-            "bytes_down": (U - n_hot) * number * 4, "device_bytes": held,
+            "swaps": 0, "bytes_up": (U - n_hot) * self.R * self.early.buffer.itemsize,
+            "bytes_down": (U - n_hot) * self.R * 4, "device_bytes": held,
             "host_stall_ms": 1000 * (time.perf_counter() - start)}
 
     # -----------------------------------------------------------------------------------------------------------------
@@ -238,10 +238,9 @@ class HostTables:
         for name, table in self.hot.state_dict().items():
             table[places.to(table.device)] = state[name].to(table.device)
         slots.give(tokens, places)
-        number = 12 * self.host.weight[0].numel()
         self.moved["swaps"] += len(tokens)
-        self.moved["bytes_up"] += number * len(tokens)
-        self.moved["bytes_down"] += number * len(full)
+        self.moved["bytes_up"] += 12 * self.R * len(tokens)
+        self.moved["bytes_down"] += 12 * self.R * len(full)
 
     def warm_start(self, batches):
         """Fill the cache as if these batches of ids had been steps."""
@@ -276,7 +275,7 @@ class HostTables:
         if ahead and ahead.plan is plan:
             self.ahead, late = None, (ahead.late & ~hot).nonzero()[:, 0]
             job = self._submit(self.late.load, self.host.weight.flatten(1), plan.ids[late])
-            rows = torch.empty(len(plan.ids), self.host.weight[0].numel(), device=self.device)
+            rows = torch.empty(len(plan.ids), self.R, device=self.device)
             self._join(job)  # and with it the early rows' job
             self.early.unload(rows, ahead.early)
             self.late.unload(rows, late)  # over rows that came early and are old

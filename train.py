@@ -26,6 +26,7 @@ import json
 import math
 import os
 import re
+import shlex
 import signal
 import sys
 import time
@@ -387,7 +388,7 @@ bar.close()
 
 if stopped:
     save("ckpt.pt")
-    print(f"stopped after step {step}; go on with python train.py --init_from=resume --out_dir={out_dir}")
+    print(f"stopped after step {step}; go on with python train.py --init_from=resume --out_dir={shlex.quote(out_dir)}")
     sys.exit(130)
 if val_loss is None:  # there was no step left to do
     val_loss = save_and_evaluate()

@@ -182,6 +182,14 @@ def test_any_sequence_of_calls_equals_resident_tables(seed, device):
     assert equal_state(*both)
 
 
+def test_tables_of_no_rows_are_tables():
+    """A process may own none of a small vocabulary."""
+    tables = HostTables(0, S, M, 0.5, max_rows=4, cache_rows=4)
+    tables.warm_start([torch.empty(0, dtype=torch.int64)])
+    train_steps(tables, [torch.empty(1, 0, dtype=torch.int64)] * 4)
+    assert tables.moved["rows"] == 0 and tables.state_dict()["weight"].shape == (0, S, M)
+
+
 def test_two_gradients_of_one_row_in_flight_are_both_applied():
     resident, offloaded = pair()
     for tables in (resident, offloaded):
