@@ -179,6 +179,8 @@ def test_an_average_is_the_mean_of_the_rows(tiny):
         (([1, 2], [3], "left"), "no <|endoftext|> to pad with"),
         (([1, 2], [3], "subset", 0), "too few"),
         (([1, 2], [3], "left", 0, True), "equally many tokens"),
+        (([-1], [2]), "token ids run from -1"),
+        (([1], [999]), "token ids run from 1 to 999"),
         (([1, 2], [2, 3], "left", 0, True), "its places in the names differ"),
     ],
 )
@@ -263,6 +265,7 @@ def test_a_saved_checkpoint_differs_in_the_edited_rows_alone(run, tmp_path, more
         (["--source=a", "--target=b", "--prompt={}", "--way=both"], "way must be rows or ids, got 'both'"),
         (["--source=a", "--target=b", "--save=run"], "run holds a checkpoint, which is never overwritten"),
         (["--source=a a", "--target=b", "--save=new"], "repeats"),
+        (["--eval=True", "--how=copy", "--layers=1"], "do not look at how, layers: leave that out"),
         (["--eval=True", "--split=val"], "split must be dev or test"),
         (["--eval=True", "--dataset=nosuch"], "there is no dataset"),
         (["--eval=True"], "does not say what it was trained on"),
@@ -370,6 +373,16 @@ def test_a_model_that_knows_by_its_embeddings_fails(tmp_path):
     exam = Exam(*rigged(False, tmp_path))
     figures = exam.grade([("A", "B"), ("B", "C")])
     assert exam.recall == 1 and figures["success"] == figures["changed"] == 0 and figures["locality"] == 1
+
+
+def test_a_wrong_answer_that_stays_has_not_changed(tmp_path):
+    """A model that knows nothing, and pairs that have nothing to tell apart."""
+    model, tables, data = rigged(False, tmp_path)
+    model.wte.weight.data.fill_(1.0)
+    exam = Exam(model, tables, data)
+    assert exam.recall < 0.2 and exam.grade([("B", "C"), ("C", "D")])["changed"] == 0
+    with pytest.raises(ValueError, match="have the same answers"):
+        exam.grade([("A", "E")])
 
 
 def test_a_shared_token_costs_locality_and_the_rule_decides(tmp_path):
