@@ -3,7 +3,6 @@ What "Scaling Transformers with Embedding Modules" (arXiv 2601.10639) and the ar
 look at runs of train.py. reproduce.py makes the runs and the report.
 
     cells, orders, figure = claim_1(runs)
-
 runs(data, variant, **flags) gives the summaries of finished runs, one for each seed, each with its folder. cells are a
 table, {row: {column: values over seeds}}; orders are (text, a, b), where values a are to be above values b; figure is
 None or (label of x, label of y, {line: {x: values over seeds}}). A claim's docstring is its title and what is claimed.
@@ -53,7 +52,7 @@ def edit_py(run, name, *args):
     if not (path := run["folder"] / name).is_file():
         command = [sys.executable, HERE / "edit.py", f"--out_dir={run['folder']}", "--device=cpu", *args]
         replace(path, subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
-    return path.read_text("utf-8")
+    return path.read_text(encoding="utf-8")
 
 
 def spread(run, twin, which):
@@ -66,17 +65,17 @@ def edits(run, figure):
     """A figure of edit.py --eval."""
     path = run["folder"] / "edit.json"
     edit_py(run, "edit.txt", "--eval=True", "--pairs=20", f"--json={path}")
-    return json.loads(path.read_text("utf-8"))[figure]
+    return json.loads(path.read_text(encoding="utf-8"))[figure]
 
 
 def answers(run, kind):
     """Recall of data/needle's questions of a kind; of all kinds once, kept in the run's folder."""
     if not (path := run["folder"] / "asked.json").is_file():
         loaded, kinds = checkpoint.rebuild(checkpoint.load(run["folder"])), {}
-        for q in json.loads(Path(run["settings"]["dataset"], "asked.json").read_text("utf-8")):
+        for q in json.loads(Path(run["settings"]["dataset"], "asked.json").read_text(encoding="utf-8")):
             kinds.setdefault(q["kind"], []).append(q)
         replace(path, json.dumps({kind: recall(*loaded, qs)["recall"] for kind, qs in kinds.items()}).encode())
-    return json.loads(path.read_text("utf-8"))[kind]
+    return json.loads(path.read_text(encoding="utf-8"))[kind]
 
 
 COLUMNS = {  # how to print a number, how to get it from a run and, for those of TWINS, its dense twin
@@ -137,7 +136,8 @@ def claim_1(runs):
         orders.append(order(plays, "val loss", f"{a}, plays", f"{b}, plays", -1))
     orders += [order(facts, "ROI", a, b) for a, b in ((HALF, THIRD), (FULL, HALF))]
     orders += [order(facts, "spikes", a, THIRD) for a in (DENSE, HASH)]
-    return facts | plays, orders, None
+    worth = {v: {x["MFLOP a token"][0]: x["recall"]} for v, x in facts.items() if x["recall"]}
+    return facts | plays, orders, ("MFLOP a token", "recall of facts", worth)
 
 
 def claim_2(runs):

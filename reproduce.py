@@ -67,7 +67,7 @@ def get(data, variant, seed, **more):
     name = "-".join([data, variant.replace("/", "_"), *(f"{k}{v:g}" for k, v in more.items()), f"seed{seed}"])
     folder = Path(out_dir, "full" if full else "small", name)
     if has(folder, flags) and (folder / "summary.json").is_file():
-        return json.loads((folder / "summary.json").read_text("utf-8")) | {"folder": folder}
+        return json.loads((folder / "summary.json").read_text(encoding="utf-8")) | {"folder": folder}
     if folder not in failed:
         wanted[folder] = flags
     return None
@@ -97,7 +97,8 @@ def made(data):
 
 def has(folder, flags):
     """Whether what is in folder came of these very flags."""
-    return (folder / "flags.json").is_file() and json.loads((folder / "flags.json").read_text("utf-8")) == flags
+    path = folder / "flags.json"
+    return path.is_file() and json.loads(path.read_text(encoding="utf-8")) == flags
 
 
 def start_run(folder, flags):
@@ -105,7 +106,7 @@ def start_run(folder, flags):
     resume = has(folder, flags) and (folder / "ckpt.pt").is_file()
     replace(folder / "flags.json", json.dumps(flags).encode())
     args = [f"--{name}={value}" for name, value in (flags | {"out_dir": folder}).items()]
-    with open(folder / "log.txt", "w") as log:
+    with open(folder / "log.txt", "w", encoding="utf-8") as log:
         return subprocess.Popen([sys.executable, TRAIN, *args, *["--init_from=resume"] * resume], stdout=log,
                                 stderr=log, env=os.environ | {"OMP_NUM_THREADS": "1"}, start_new_session=True)
 
@@ -120,10 +121,12 @@ def run_wanted(label):
                 running[folder] = start_run(folder, flags)
             time.sleep(0.1)
             for folder in [f for f, process in running.items() if process.poll() is not None]:
-                last = ((folder / "log.txt").read_text("utf-8", "replace").splitlines() or ["it printed nothing"])[-1]
+                said = (folder / "log.txt").read_text(encoding="utf-8", errors="replace").splitlines()
+                last = said[-1] if said else "it printed nothing"
                 if running.pop(folder).returncode:
                     failed[folder] = last
-                (folder / "ckpt.pt").unlink(missing_ok=True)  # best.pt is of the same step
+                else:
+                    (folder / "ckpt.pt").unlink(missing_ok=True)  # best.pt is of the same step
                 done = total - len(queue) - len(running)
                 left = (time.time() - t0) / done * (total - done) / 60
                 print(f"{label}, run {done}/{total}, {left:.0f} min left  {folder.name}: {last}", flush=True)
@@ -195,7 +198,7 @@ def write_report(results, into):
             verdicts[f"{number}. {text}"] = word = verdict(a, b)
             summary.append([number, text, *(show([abs(x) for x in values]) for values in (a, b)), word])
     missing = [n for n in ALL if n not in results]
-    by = f"`python reproduce.py --seeds={seeds}{' --full=True' * full}`, seeds 2 to {1 + seeds}"
+    by = f"`python reproduce.py --seeds={seeds}{' --full=True' * full}`, seeds {[*range(2, 2 + seeds)]}"
     lines = ["# Report", __doc__.split("\n\n")[0].strip(),
              f"By {by}; sizes and steps are at its top. A claim holds, or does not, where two means differ by more "
              "than their pooled standard deviation over seeds; else it is not decided."
@@ -218,7 +221,7 @@ def main():
         raise SystemExit(f"claims must be some of {','.join(ALL)}, got {','.join(unknown)}")
     paper.TOWNS += [1000, 2000] * full
     before, into = HERE / "report/report.json", Path(report or out_dir)
-    before = json.loads(before.read_text("utf-8"))["verdicts"] if before.is_file() else {}
+    before = json.loads(before.read_text(encoding="utf-8"))["verdicts"] if before.is_file() else {}
     for n in numbers:
         while True:
             wanted.clear()

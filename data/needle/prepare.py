@@ -3,7 +3,7 @@ Long contexts in which something must be read to be known: nobody can have memor
 
     python data/needle/prepare.py                     # train.bin, val.bin, meta.json, asked.json beside this file
 
-Documents of about 900 words: true facts of data/facts; amid them the rivers of four countries, drawn anew for each
+Documents of about 1,100 words: true facts of data/facts; amid them the rivers of four countries, drawn anew for each
 document and told again and again; and lists of pairs of words, each told twice. Writes the same bytes for the same
 settings, and needs no network.
 
@@ -59,8 +59,8 @@ def draw_pairs(n):
 def make_document():
     """Facts, repeated rivers and twice-told lists in random order."""
     told = list(zip(rng.sample(countries, 4), rng.sample(rivers, 4)))
-    parts = rng.choices(facts, k=18) + [tell(*rng.choice(told)) for _ in range(20)]
-    for _ in range(5):
+    parts = rng.choices(facts, k=8) + [tell(*rng.choice(told)) for _ in range(20)]
+    for _ in range(12):
         listed = draw_pairs(rng.choice(sizes))
         parts.append(" ".join(listed + rng.sample(listed, len(listed))))
     return f"{END} " + " ".join(rng.sample(parts, len(parts)))
