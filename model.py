@@ -22,7 +22,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from stem import STEM_VARIANTS, Linear, SwiGLU, is_stem_layer
+from stem import STEM_VARIANTS, HashMoE, Linear, SwiGLU, is_stem_layer
 
 
 @dataclass
@@ -42,7 +42,7 @@ class GPTConfig:
     tie_head: bool  # the output head is the token embedding
     stem_every: int  # 0 = dense, 3 = a third of the layers, 2 = half, 1 = all
     stem_first: int  # first layer that may be STEM
-    stem_variant: str  # what U[t] replaces: up (STEM), gate, or add (to W_u x, replacing nothing)
+    stem_variant: str  # what U[t] replaces: up (STEM), gate, add (to W_u x, replacing nothing), hybrid; hash: Hash-MoE
 
     def __post_init__(self):
         self.n_kv_head = self.n_kv_head or self.n_head
@@ -59,14 +59,19 @@ class GPTConfig:
             raise ValueError(f"n_head {self.n_head} must be a multiple of n_kv_head {self.n_kv_head}")
         if self.stem_variant not in STEM_VARIANTS:
             raise ValueError(f"stem_variant must be one of {', '.join(STEM_VARIANTS)}, got {self.stem_variant!r}")
-        if self.stem_every and not self.stem_layers:
+        if self.stem_every and not self.varied_layers:
             raise ValueError(f"stem_every {self.stem_every} and stem_first {self.stem_first} leave no STEM layer among "
                              f"{self.n_layer}; a dense model is stem_every = 0")
 
     @property
-    def stem_layers(self):
-        """The layers that read a table, ascending; S = len."""
+    def varied_layers(self):
+        """The layers whose feed-forward part is stem_variant's, ascending."""
         return [i for i in range(self.n_layer) if is_stem_layer(i, self.stem_every, self.stem_first)]
+
+    @property
+    def stem_layers(self):
+        """Those of them that read a table: all, but none of Hash-MoE, which routes by token; S = len."""
+        return self.varied_layers if self.stem_variant != "hash" else []
 
     @property
     def table_shape(self):
@@ -158,7 +163,7 @@ class Block(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
         self.is_stem = layer in config.stem_layers
-        FFN = STEM_VARIANTS[config.stem_variant] if self.is_stem else SwiGLU
+        FFN = STEM_VARIANTS[config.stem_variant] if layer in config.varied_layers else SwiGLU
         self.attn_norm = RMSNorm(config.n_embd)
         self.attn = Attention(config, layer)
         self.ffn_norm = RMSNorm(config.n_embd)
@@ -238,9 +243,14 @@ class GPT(nn.Module):
         assert sum(count.values()) == sum(p.numel() for p in self.parameters()), f"a role is missing in {count}"
         return count | {"tables": math.prod(self.config.table_shape)}
 
+    def idle_parameters(self):
+        """Of each Hash-MoE all experts but the one that a token goes to; elsewhere none."""
+        experts = [f for m in self.modules() if isinstance(m, HashMoE) for f in m.experts[1:]]
+        return sum(p.numel() for f in experts for p in f.parameters())
+
     def active_parameters(self):
-        """The paper's: all but the tables, input embedding included. Its GFLOPs per token are twice that."""
-        return sum(p.numel() for p in self.parameters())
+        """The paper's: all but tables and idle experts, input embedding included. Its GFLOPs a token are twice that."""
+        return sum(p.numel() for p in self.parameters()) - self.idle_parameters()
 
     def flops_per_token(self):
         """FLOPs to train on one token, forward and backward: matmuls and attention. A table row costs none.
@@ -250,7 +260,7 @@ class GPT(nn.Module):
         """
         matmuls = sum(m.weight.numel() for m in self.modules() if isinstance(m, Linear))
         attention = self.config.n_layer * 2 * self.config.block_size * self.config.n_embd
-        return 6 * (matmuls + attention)
+        return 6 * (matmuls - self.idle_parameters() + attention)
 
     # -----------------------------------------------------------------------------------------------------------------
 

@@ -2,9 +2,9 @@
 STEM in one file: "Scaling Transformers with Embedding Modules", arXiv 2601.10639.
 
 In a STEM layer the up-projection of the feed-forward network is not a matmul but a row of a table, chosen by the id of
-the current token: W_u x becomes U[t]. This file holds that layer beside the dense one it replaces, its two published
-variants, the rule for which layers are STEM, the tables of all layers as one object, and the optimizer that touches
-only the rows of a step's tokens.
+the current token: W_u x becomes U[t]. This file holds that layer beside the dense one it replaces, the variants that it
+is compared with, the rule for which layers are STEM, the tables of all layers as one object, and the optimizer that
+touches only the rows of a step's tokens.
 
 It imports torch alone: copy it into another project and it works. It knows nothing of attention, data or training; a
 model hands its layers the rows (model.py) and a training loop calls the tables' verbs (train.py).
@@ -93,7 +93,36 @@ class StemAdd(SwiGLU):
         return self.w_down(F.silu(self.w_gate(h)) * (self.w_up(h) + u))
 
 
-STEM_VARIANTS = {"up": StemFFN, "gate": StemGate, "add": StemAdd}
+class StemHybrid(SwiGLU):
+    """Ours to test: ids below `frequent` read the table, rarer ones pay the matmul. For ids numbered by frequency, as
+    GPT-2's nearly are. As built every token pays, and rare tokens' rows lie idle: it shows a loss, not a saving."""
+
+    def __init__(self, C, M, frequent=512):
+        super().__init__(C, M)
+        self.frequent = frequent
+
+    def forward(self, h, u, ids):  # (B, T, C), (B, T, M), (B, T) -> (B, T, C)
+        up = torch.where((ids < self.frequent)[..., None], u, self.w_up(h))
+        return self.w_down(F.silu(self.w_gate(h)) * up)
+
+
+class HashMoE(nn.Module):
+    """The paper's rival, Hash-MoE, top-1 of 16: y = f_{t mod 16}(h), each f a whole SwiGLU. It reads no table, costs a
+    dense layer's FLOPs, and every expert serves equally many ids."""
+
+    def __init__(self, C, M, experts=16):
+        super().__init__()
+        self.experts = nn.ModuleList(SwiGLU(C, M) for _ in range(experts))
+
+    def forward(self, h, u, ids):  # (B, T, C), None, (B, T) -> (B, T, C)
+        y = torch.empty_like(h)
+        for i, f in enumerate(self.experts):
+            here = ids % len(self.experts) == i
+            y[here] = f(h[here], None, None)
+        return y
+
+
+STEM_VARIANTS = {"up": StemFFN, "gate": StemGate, "add": StemAdd, "hybrid": StemHybrid, "hash": HashMoE}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ from device import choose_device, compiled, join_processes, peak_memory, rows_th
 from model import GPT, GPTConfig, print_accounting
 from offload import HostTables
 from shard import ShardedTables
-from stem import StemTables
+from stem import Plan, StemTables
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Settings. Names and meanings are nanoGPT's where it has them.
@@ -74,7 +74,7 @@ rope_base = 10000.0
 tie_head = False  # the output head is the token embedding
 stem_every = 3  # every which layer is STEM: 0 = none (dense), 3 = a third, 2 = half, 1 = all from stem_first on
 stem_first = 1  # first layer that may be STEM
-stem_variant = "up"  # what the table row replaces: up, gate, or add (to the up-projection)
+stem_variant = "up"  # what the table row replaces: up, gate, add (to the up-projection) or hybrid; hash = Hash-MoE
 # optimizer
 learning_rate = 2e-3
 max_iters = 2000  # steps
@@ -83,6 +83,7 @@ beta1 = 0.9
 beta2 = 0.95
 grad_clip = 1.0  # joint norm of dense and row gradients is clipped to this, 0 = off
 stem_lr_scale = 1.5  # learning rate of table rows over the dense one
+dense_adamw = False  # plan every id at every step: AdamW without its row-wise saving, to compare with
 decay_lr = True  # cosine from learning_rate to min_lr; False = constant after warm-up
 warmup_iters = 100
 lr_decay_iters = 0  # step at which min_lr is reached, 0 = max_iters
@@ -119,6 +120,8 @@ print("settings    " + (", ".join(f"{name}={value}" for name, value in asked.ite
 for wrong, why in ((min_lr > learning_rate, f"min_lr {min_lr} must be at most learning_rate {learning_rate}"),
                    (max(beta1, beta2) >= 1, f"beta1 and beta2 must be below 1, got {beta1} and {beta2}"),
                    (eval_only and not start, "eval_only needs --init_from=resume or the path of a checkpoint"),
+                   (dense_adamw and (offload or world > 1), "dense_adamw takes all rows at every step: leave out "
+                    "--offload, and torchrun"),
                    (asked.get("cache_rows") and not offload, "cache_rows needs --offload=True, tables in host memory"),
                    (table_dtype != "float32", f"table_dtype must be float32 to train, got {table_dtype!r}: most "
                     "updates are smaller than the steps of int8 and would be lost. sample.py takes int8"),
@@ -242,6 +245,11 @@ def save_and_evaluate():
     return val_loss
 
 
+def plan_step(x):
+    """The rows of a step: those of its ids, or with dense_adamw all there are."""
+    return Plan(torch.arange(vocab_size), x) if dense_adamw else tables.plan(x)
+
+
 def apply_gradients(plan, rows, lr, loss):
     """Clip dense and row gradients by their joint norm and step both optimizers, or neither; returns the norm."""
     scale = scaler.get_scale()  # 1 unless float16
@@ -340,7 +348,7 @@ bar = tqdm(total=max_iters, initial=step, unit="step", dynamic_ncols=True,
 if offload and cache_rows:  # from the steps to come
     tables.warm_start(draw(step + i)[0] for i in range(100))
 x, y = draw(step)
-plan = tables.plan(x)
+plan = plan_step(x)
 while not (stopped := total(interrupted) > 0) and step < max_iters:  # a signal to one rank stops all, at one step
     t0 = time.perf_counter()
     torch.manual_seed(hash((seed, step)) + rank)  # dropout is a function of the step, too
@@ -349,7 +357,7 @@ while not (stopped := total(interrupted) > 0) and step < max_iters:  # a signal 
         group["lr"] = lr
     rows = tables.fetch(plan)  # those of the whole step, for all its micro-batches
     next_x, next_y = draw(step + 1)
-    next_plan = tables.plan(next_x)
+    next_plan = plan_step(next_x)
     tables.prefetch(next_plan)
     if is_compiled:
         torch._dynamo.maybe_mark_dynamic(rows, 0)  # one graph for any number of rows
@@ -398,6 +406,7 @@ if rank:  # from here on nothing is done together
 summary = {"val_loss": val_loss, **shares, "seconds": seconds,
            "tokens_per_second": 1000 * (step - first_step) * k_tokens / max(1e-3, seconds - earlier_seconds),
            "flops_per_token": model.flops_per_token(), "parameters": model.parameters_by_role(),
+           "active_parameters": model.active_parameters(),
            "moved": {name: total / max(1, step - first_step) for name, total in moved.items()},
            "peak_memory_bytes": peak_memory(device), "best_val_loss": best_val_loss, "steps": step, "settings": config}
 (Path(out_dir) / "summary.tmp").write_text(json.dumps(summary, indent=1), encoding="utf-8")

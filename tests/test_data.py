@@ -99,7 +99,7 @@ def break_meta(folder, **change):
 @pytest.mark.parametrize(
     "damage, words",
     [
-        (lambda f: (f / "meta.json").unlink(), "data/ has facts, openwebtext, shakespeare, shakespeare_char"),
+        (lambda f: (f / "meta.json").unlink(), "data/ has facts, needle, openwebtext, plays, shakespeare"),
         (lambda f: (f / "meta.json").write_text("{"), "damaged or foreign json"),
         (lambda f: (f / "meta.json").write_text("[]"), "damaged or foreign json"),
         (lambda f: (f / "meta.json").write_text("{}"), "damaged or foreign json"),

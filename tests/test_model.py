@@ -87,6 +87,15 @@ def test_parameters_by_role_cover_everything(shape):
     assert role["feed-forward"] == matrices * 16 * 24 and role["norms"] == 7 * 16
 
 
+def test_a_token_pays_for_one_expert_of_sixteen():
+    """Hash-MoE stores 16 feed-forward layers, has no table, and costs what the dense model does."""
+    dense, moe = GPT(tiny_config(stem_every=0)), GPT(tiny_config(stem_every=2, stem_variant="hash"))
+    assert moe.config.varied_layers == [1] and moe.config.table_shape == (50, 0, 24)
+    assert moe.flops_per_token() == dense.flops_per_token() and moe.active_parameters() == dense.active_parameters()
+    more = moe.parameters_by_role()["feed-forward"] - dense.parameters_by_role()["feed-forward"]
+    assert more == 15 * 3 * 16 * 24
+
+
 def test_optimizer_groups_cover_everything_and_spare_norms():
     model = GPT(tiny_config())
     groups = {g["name"]: g for g in model.configure_optimizer(1e-3, 0.1, (0.9, 0.95)).param_groups}
@@ -109,7 +118,7 @@ def test_loss_at_init_is_near_ln_v(stem_every):
 
 
 @pytest.mark.parametrize(
-    "shape", [{}, dict(n_kv_head=2), dict(stem_variant="gate"), dict(stem_variant="add"), dict(stem_every=0)]
+    "shape", [{}, dict(n_kv_head=2), dict(stem_variant="gate"), dict(stem_variant="hash"), dict(stem_every=0)]
 )
 def test_causal(shape):
     """A later token changes nothing before it, and changes what is behind it."""

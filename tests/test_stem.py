@@ -5,7 +5,17 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stem import StemAdd, StemFFN, StemGate, StemTables, SwiGLU, adamw_rows, is_stem_layer
+from stem import (
+    HashMoE,
+    StemAdd,
+    StemFFN,
+    StemGate,
+    StemHybrid,
+    StemTables,
+    SwiGLU,
+    adamw_rows,
+    is_stem_layer,
+)
 
 BETAS = (0.9, 0.95)
 
@@ -48,6 +58,38 @@ def test_variants_are_their_formulas():
             gate, up = h @ ffn.w_gate.weight.T, h @ ffn.w_up.weight.T + u
         expected = (gate * gate.sigmoid() * up) @ ffn.w_down.weight.T
         torch.testing.assert_close(ffn(h, u, ids), expected, rtol=1e-12, atol=1e-14)
+
+
+def test_the_hybrid_is_stem_for_frequent_ids_and_dense_for_the_rest():
+    torch.manual_seed(0)
+    h, u, ids = torch.randn(2, 5, 8).double(), torch.randn(2, 5, 12).double(), torch.randint(20, (2, 5))
+    hybrid, stem, dense = StemHybrid(8, 12).double(), StemFFN(8, 12).double(), SwiGLU(8, 12).double()
+    dense.load_state_dict(hybrid.state_dict())
+    stem.load_state_dict({k: v for k, v in hybrid.state_dict().items() if "w_up" not in k})
+    for frequent in (0, 7, 20):
+        hybrid.frequent = frequent
+        expected = torch.where((ids < frequent)[..., None], stem(h, u, ids), dense(h, None, ids))
+        torch.testing.assert_close(hybrid(h, u, ids), expected, rtol=1e-12, atol=1e-14)
+
+
+def test_hash_moe_of_one_expert_is_the_dense_layer():
+    moe, dense = HashMoE(8, 12, experts=1).double(), SwiGLU(8, 12).double()
+    dense.load_state_dict({k.removeprefix("experts.0."): v for k, v in moe.state_dict().items()})
+    h, ids = torch.randn(2, 5, 8).double(), torch.randint(50, (2, 5))
+    torch.testing.assert_close(moe(h, None, ids), dense(h, None, ids), rtol=1e-12, atol=1e-14)
+
+
+def test_hash_moe_routes_by_the_token_alone_and_evenly():
+    """Each token's output is that of its own expert, whatever stands around it; gradients reach the experts met."""
+    moe = HashMoE(8, 12).double()
+    h, ids = torch.randn(4, 8, 8).double(), torch.randint(8, (4, 8))
+    y = moe(h, None, ids)
+    for b, t in ((0, 0), (1, 5), (3, 7)):
+        torch.testing.assert_close(y[b, t], moe.experts[ids[b, t] % 16](h[b, t], None, None))
+    y.sum().backward()
+    assert [f.w_up.weight.grad.any().item() for f in moe.experts] == [i in ids for i in range(16)]
+    counts = torch.bincount(torch.arange(1137) % len(moe.experts))
+    assert len(counts) == 16 and counts.max() - counts.min() <= 1
 
 
 # ---------------------------------------------------------------------------------------------------------------------

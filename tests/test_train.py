@@ -169,6 +169,9 @@ def test_the_dense_twin_runs_through_the_same_loop(train):
     [
         ["--stem_variant=gate"],
         ["--stem_variant=add"],
+        ["--stem_variant=hybrid"],
+        ["--stem_variant=hash"],
+        ["--dense_adamw=True"],
         ["--stem_first=0"],
         ["--n_kv_head=1"],
         ["--tie_head=True"],
@@ -192,6 +195,14 @@ def test_every_setting_trains(train, flags):
         assert str(settings[name]) == value
     assert float(log()[-1]["loss"]) < float(log()[0]["loss"]) + 0.5 and len(log()) == 4
     assert checkpoint.load("out")["tables"]["weight"].dtype == torch.float32
+
+
+def test_dense_adamw_updates_every_row_at_every_step(train):
+    train()
+    some = checkpoint.load("out")["tables"]["count"]
+    train("--dense_adamw=True", "--out_dir=dense")
+    assert 0 < some.count_nonzero() < len(some)
+    assert (checkpoint.load("dense")["tables"]["count"] == 4).all()
 
 
 def test_log_lines_and_evaluations_come_when_set(train):
@@ -673,6 +684,7 @@ def test_without_a_compiler_training_goes_on(train, monkeypatch):
         (["--init_from=nosuch.pt"], "there is no checkpoint"),
         (["--dry_run=True", "--dataset=nosuch"], "data/ has facts"),
         (["--stem_variant=down"], "up, gate, add"),
+        (["--dense_adamw=True", "--offload=True"], "dense_adamw takes all rows"),
     ],
 )
 def test_bad_input_gets_one_line_and_leaves_nothing(train, flags, words):
