@@ -369,11 +369,15 @@ class FrozenTables:
 
     def _rows(self, ids):
         """The rows of ids (n,) on the device, (n, S, M), and which of ids were cold."""
-        slots, rows = self.slots.of[ids], torch.empty(len(ids), *self.shape[1:], device=self.device)
-        hot, cold = slots >= 0, (slots < 0).nonzero()[:, 0]
-        rows[hot] = self.hot[slots[hot]]
+        slots = self.slots.of[ids]
+        hot, cold = (((slots >= 0) == yes).nonzero()[:, 0] for yes in (True, False))
         sent = self.host.weight[ids[cold]].to(self.device)
-        rows[cold] = sent * self.scale[ids[cold]].to(self.device).float() if self.int8 else sent
+        if self.int8:
+            sent = sent * self.scale[ids[cold]].to(self.device).float()
+        if not len(hot):
+            return sent, cold
+        rows = sent.new_empty(len(ids), *self.shape[1:])
+        rows[hot], rows[cold] = self.hot[slots[hot]], sent
         return rows, cold
 
     prefetch = StemTables.prefetch
@@ -388,8 +392,8 @@ class FrozenTables:
             raise ValueError("these tables are to generate with; StemTables and HostTables train. In int8 most updates "
                              "would be lost: they are smaller than its steps")
         rows, cold = self._rows(plan.ids)
-        self.slots.use(plan.ids)
-        if not self.int8:
+        if len(self.hot) and not self.int8:
+            self.slots.use(plan.ids)
             tokens, places = self.slots.swaps(plan.ids[cold])
             self.slots.give(tokens, places)
             self.hot[places] = rows[torch.searchsorted(plan.ids, tokens)]
