@@ -1,6 +1,5 @@
 """
-A checkpoint under EleutherAI's lm-evaluation-harness: pip install lm_eval, which nothing else here needs. Public
-tasks want a network, and words that a model of facts or characters lacks.
+A checkpoint under lm-evaluation-harness (pip install lm_eval). Its public tasks want a network and GPT-2's byte pairs.
 
     python harness.py --out_dir=out/stem_openwebtext --tasks=arc_easy,arc_challenge,openbookqa,hellaswag
     python harness.py --out_dir=out/stem_small --tasks=facts --include_path=FOLDER    # tasks of your own
@@ -49,9 +48,8 @@ class Scorer:
         """(context, continuation) -> (log-probability of the continuation behind the context, whether it is greedy)."""
         texts = []
         for context, continuation in (request.args for request in requests):
-            # a space belongs to the word behind it, as in byte pairs
             before, ids = (self.tokenizer.encode(text) for text in (context.rstrip(), context + continuation))
-            texts.append((ids if before else self.start + ids, len(ids) - len(before)))
+            texts.append((ids if before else self.start + ids, len(ids) - len(before)))  # spaces go with what follows
         return self.score(texts)
 
     def loglikelihood_rolling(self, requests):
