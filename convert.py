@@ -5,8 +5,8 @@ Surgery on checkpoints: a dense model becomes STEM, a vocabulary grows, weights 
     python convert.py --to=grow --out_dir=out/stem_small --save=out/grown --words=FILE    # lines like Newtown = Madrid
     python convert.py --to=safetensors --out_dir=out/stem_small --save=out/export    # --to=checkpoint is the way back
 
-Writes best.pt (or model.safetensors) into the folder save, overwrites nothing. It holds weights and no dense optimizer:
-sample.py takes it, train.py as --init_from=PATH, not to resume. Growing keeps the rows' moments, safetensors does not.
+Writes best.pt (or model.safetensors) into the folder save, overwrites nothing. It has weights and no dense optimizer:
+sample.py takes it and train.py --init_from=PATH, a resume does not. Growing keeps rows' moments, exporting drops them.
 """
 
 import json
@@ -99,7 +99,7 @@ def grow():
 
 
 def lingua(config, model, weight):
-    """{name: view of ours} by the official release, Infini-AI-Lab/STEM: lingua/transformer.py and apps/main/stem.py."""
+    """{name: view of ours}, names confirmed in Infini-AI-Lab/STEM, lingua/transformer.py and apps/main/stem.py."""
     C, D = config.n_embd, config.n_embd // config.n_head
     parts = {"attn_norm": "attention_norm", "attn.w_out": "attention.wo", "ffn_norm": "ffn_norm",
              "ffn.w_gate": "feed_forward.w1", "ffn.w_down": "feed_forward.w2", "ffn.w_up": "feed_forward.w3"}
@@ -108,8 +108,8 @@ def lingua(config, model, weight):
         q, k, v = model[f"blocks.{i}.attn.w_qkv.weight"].split([C] + 2 * [D * config.n_kv_head])
         q, k = (w.view(-1, 2, D // 2, C).transpose(1, 2) for w in (q, k))  # rotary pairs are neighbours there, not here
         there |= {f"layers.{i}.attention.{name}": w for name, w in (("wq", q), ("wk", k), ("wv", v))}
-        there |= {f"layers.{i}.{name}": model[key] for part, name in parts.items()  # w3 in gate layers is a guess
-                  if (key := f"blocks.{i}.{part}.weight") in model}
+        there |= {f"layers.{i}.{name}": model[key] for part, name in parts.items()
+                  if (key := f"blocks.{i}.{part}.weight") in model}  # but w3 of the gate variant is assumed
     there |= {f"stem_embeddings.{s}": table for s, table in enumerate(weight.unbind(1))}
     return {f"{name}.weight": w for name, w in there.items() if name != "output" or not config.tie_head}
 
