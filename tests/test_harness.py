@@ -56,6 +56,24 @@ def test_greedy_is_what_generation_says(scorer):
     assert [greedy for _, greedy in scorer.loglikelihood(asked(*pairs))] == [True, False]
 
 
+@torch.no_grad()
+def test_greedy_means_every_window(scorer):
+    """A text whose last window is greedy from token 17 on, given its own context, while the 16 before it are not."""
+    ids = [0, *torch.randint(1, 50, (16,), generator=torch.Generator().manual_seed(0)).tolist()]
+    while len(ids) < 21:
+        x = torch.tensor([ids[4:]])  # where the last window of 17 will begin
+        plan = scorer.tables.plan(x)
+        ids.append(scorer.model(x, scorer.tables.fetch(plan), plan.inv)[0, -1].argmax().item())
+    assert [greedy for _, greedy in scorer.score([(ids, 4), (ids, 20)])] == [True, False]
+
+
+def test_a_space_is_scored_with_what_follows_it(scorer):
+    """As in byte pairs, where " b" is one token: a space at a context's end is part of the continuation."""
+    scorer.tokenizer = Tokenizer({"tokenizer": "char", "vocab": [" ", *WORDS[1:]]})
+    with_space, without = scorer.loglikelihood(asked(("a ", "b"), ("a", " b")))
+    assert with_space == without and with_space[0] == pytest.approx(direct(scorer, [1, 0, 2], 2)[0], rel=1e-5)
+
+
 def test_batches_of_different_lengths_equal_single_ones(scorer):
     together = scorer.loglikelihood(asked(*PAIRS))
     alone = [scorer.loglikelihood(asked(pair))[0] for pair in PAIRS]
@@ -96,6 +114,8 @@ def test_generation_stops_at_the_first_stop_string(scorer):
     for until in ([words[5], words[3]], words[3]):
         (text,) = scorer.generate_until(asked(("a b", {"until": until, "max_gen_toks": 12})))
         assert text == whole[: min(whole.index(w) for w in until)]
+    (text,) = scorer.generate_until(asked(("a b", {"until": [words[3], f" {words[3]}"], "max_gen_toks": 12})))
+    assert text == whole[: whole.index(words[3])].rstrip()  # both are there at once, one begins earlier
     assert scorer.generate_until(asked(("a b", {"until": ["nowhere"], "max_gen_toks": 2}))) == [" ".join(words[:2])]
 
 
