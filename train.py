@@ -44,7 +44,7 @@ from configurator import arguments, settings_of
 from data.loader import open_dataset, recall
 from device import choose_device, compiled, join_processes, peak_memory, rows_that_fit, total
 from model import GPT, GPTConfig, print_accounting
-from offload import HostTables
+from offload import FrozenTables, HostTables
 from shard import ShardedTables
 from stem import Plan, StemTables
 
@@ -224,6 +224,18 @@ def evaluate():
     return total(loss) / eval_iters
 
 
+def ask():
+    """The shares of questions answered, on rank 0 alone: ranks whose sums differ in a bit could choose other tokens."""
+    whole = tables
+    if world > 1:
+        every_row = tables.state_dict()
+        if rank:
+            return {}
+        whole = FrozenTables(*model_config.table_shape, device)
+        whole.load_state_dict(every_row, assign=True)
+    return recall(model.eval(), whole, data.tokenizer, data.questions)
+
+
 def save(name):
     """Write everything that sampling or going on needs into out_dir."""
     every_row = tables.state_dict()  # of all ranks, on rank 0
@@ -324,7 +336,7 @@ def describe(val_loss, shares):
 # The loop.
 
 if eval_only:
-    print(describe(evaluate(), recall(model.eval(), tables, data.tokenizer, data.questions)))
+    print(describe(evaluate(), ask()))
     sys.exit()
 total(0)  # all have read their checkpoint, which rank 0 may now move
 try:
@@ -400,7 +412,7 @@ if stopped:
     sys.exit(130)
 if val_loss is None:  # there was no step left to do
     val_loss = save_and_evaluate()
-shares = recall(model.eval(), tables, data.tokenizer, data.questions)  # all ranks, for each other's rows
+shares = ask()
 if rank:  # from here on nothing is done together
     sys.exit()
 summary = {"val_loss": val_loss, **shares, "seconds": seconds,
