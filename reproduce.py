@@ -188,7 +188,8 @@ def write_report(results, into):
         title, claim = getattr(paper, f"claim_{number}").__doc__.split("\n", 1)
         columns = list(dict.fromkeys(c for row in cells.values() for c in row))
         form = {c: paper.COLUMNS.get(c, [".1%" if c.endswith("recalls") else ""])[0] for c in columns}
-        rows = [[label, *(show(row.get(c, []), form[c]) for c in columns)] for label, row in cells.items()]
+        rows = [[label, *(show(row.get(c, []), form[c]) for c in columns)]
+                for label, row in cells.items() if any(row.values())]
         sections += [f"## {number}. {title}", re.sub(r"\s+", " ", claim).strip(), table(["", *columns], rows)]
         name = f"report/claim_{number}.png"
         if figure and any(any(points.values()) for points in figure[2].values()):
