@@ -170,7 +170,8 @@ def draw(path, figure):
         xs = [x for x in points if points[x]]
         axes.errorbar(xs, [mean(points[x]) for x in xs], [stdev(points[x]) if len(points[x]) > 1 else 0 for x in xs],
                       marker="o", capsize=3, label=label)
-    axes.set(xlabel=x_label, ylabel=y_label, xscale="log")
+    every = [x for points in lines.values() for x in points]
+    axes.set(xlabel=x_label, ylabel=y_label, xscale="log" if max(every) > 2 * min(every) else "linear")
     axes.legend()
     path.parent.mkdir(parents=True, exist_ok=True)
     fig.savefig(path, dpi=80)
