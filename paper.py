@@ -147,7 +147,7 @@ def claim_2(runs):
     """
     columns = ["P95 of rows", "of the twin's W_u x", "of random rows"]
     cells = measure(runs, {v: ("facts", v, {}) for v in (THIRD, HALF, FULL)}, columns)
-    return cells, [(f"{v}: cosines of rows are below those of the dense twin's W_u x", x["of the twin's W_u x"],
+    return cells, [(f"{v}: cosines of the dense twin's W_u x are above those of rows", x["of the twin's W_u x"],
                     x["P95 of rows"]) for v, x in cells.items()], None
 
 
@@ -166,7 +166,7 @@ def claim_3(runs):
     cells = {f"L = {n:,}": {"distinct tokens": c, "parameters in use": [96 * x for x in c]} for n, c in counts.items()}
     return (cells | {"Heaps exponent": {"distinct tokens": exponents}},
             [("capacity grows: the exponent is above 0", exponents, [0.0] * 8),
-             ("less than linearly: it is below 1", [1.0] * 8, exponents)],
+             ("less than linearly: 1 is above the exponent", [1.0] * 8, exponents)],
             ("context", "distinct tokens", {"Shakespeare": counts}))
 
 
@@ -237,7 +237,7 @@ def claim_8(runs):
              "dense, B parameters": (dense, 1.50), f"{THIRD}, B active": (active, 1.41),
              f"{THIRD}, B in all, with the W_u that it replaces": (total, 6.75)}
     return ({name: {"here": [a], "paper": [b]} for name, (a, b) in pairs.items()},
-            [(f"{name}: off by less than half the last digit", [0.005] * 2, [abs(a - b)] * 2)
+            [(f"{name}: half the last digit, 0.005, is above what it is off by", [0.005] * 2, [abs(a - b)] * 2)
              for name, (a, b) in pairs.items()], None)
 
 

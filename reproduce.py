@@ -170,7 +170,8 @@ def draw(path, figure):
         xs = [x for x in points if points[x]]
         axes.errorbar(xs, [mean(points[x]) for x in xs], [stdev(points[x]) if len(points[x]) > 1 else 0 for x in xs],
                       marker="o", capsize=3, label=label)
-    axes.set(xlabel=x_label, ylabel=y_label, xscale="log")
+    every = [x for points in lines.values() for x in points]
+    axes.set(xlabel=x_label, ylabel=y_label, xscale="log" if max(every) > 2 * min(every) else "linear")
     axes.legend()
     path.parent.mkdir(parents=True, exist_ok=True)
     fig.savefig(path, dpi=80)
@@ -188,7 +189,8 @@ def write_report(results, into):
         title, claim = getattr(paper, f"claim_{number}").__doc__.split("\n", 1)
         columns = list(dict.fromkeys(c for row in cells.values() for c in row))
         form = {c: paper.COLUMNS.get(c, [".1%" if c.endswith("recalls") else ""])[0] for c in columns}
-        rows = [[label, *(show(row.get(c, []), form[c]) for c in columns)] for label, row in cells.items()]
+        rows = [[label, *(show(row.get(c, []), form[c]) for c in columns)]
+                for label, row in cells.items() if any(row.values())]
         sections += [f"## {number}. {title}", re.sub(r"\s+", " ", claim).strip(), table(["", *columns], rows)]
         name = f"report/claim_{number}.png"
         if figure and any(any(points.values()) for points in figure[2].values()):
