@@ -395,6 +395,8 @@ while not (stopped := total(interrupted) > 0) and step < max_iters:  # a signal 
     bar.update()
     if log_interval and step % log_interval == 0:
         line = f"loss {loss:.4f}  lr {lr:.2e}  norm {norm:.3f}  {ms:.1f} ms  {1000 * k_tokens / ms:.1f} k tokens/s"
+        if offload and cache_rows:
+            line += f"  {tables.moved['row_hit_rate']:.0%} of rows hot"
         if bar.disable:
             print(f"step {step:6d}/{max_iters}  {line}", flush=True)
         bar.set_description_str(line[:12], refresh=False)  # in front, for a narrow terminal: the loss

@@ -131,6 +131,7 @@ def test_offloaded_training_equals_resident_training_bitwise(train, flags, K):
         assert (float(y["row_hit_rate"]) > 0.2) == (float(y["token_hit_rate"]) > 0.2) == (K > 0)  # from the first step
     assert summary("resident")["recall"] == summary("offloaded")["recall"]
     assert "offload     a step: rows" in out and "resident tables hold" in out
+    assert ("of rows hot" in out) == (K > 0)
 
 
 def test_a_cache_and_int8_are_refused_where_they_cannot_be(train):
