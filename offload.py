@@ -114,6 +114,12 @@ class Slots:
         self.token = torch.full((K,), -1)  # token of a slot, -1 = empty
         self.freq, self.use_now = torch.zeros(V), 1.0
 
+    def find(self, ids):
+        """(hot, cold, slots): the positions in ids of tokens with and without a slot, and the slots of the former."""
+        slots = self.of[ids]
+        hot = slots >= 0
+        return hot.nonzero()[:, 0], (~hot).nonzero()[:, 0], slots[hot]
+
     def use(self, ids):
         """Count one step with these distinct ids."""
         self.freq[ids] += self.use_now
@@ -213,14 +219,14 @@ class HostTables:
         """Note what the rows of a step cost; on a GPU the wait is known when the step is over."""
         if self.wait:
             self.wait[1].record()
-        U, n_hot = len(plan.ids), int(hot.sum())
+        U, n_hot = len(plan.ids), len(hot)
         held = 2 * self.early.buffer.nbytes + 12 * self.R * (U + len(self.slots.token))  # lanes; leaf, gradient, unbind
         self.moved |= {
             "rows": U, "hot": n_hot, "early": U - n_hot - len(late), "late": len(late),
-            "row_hit_rate": n_hot / max(1, U), "token_hit_rate": int(hot[plan.inv].sum()) / max(1, plan.inv.numel()),
-            "swaps": 0, "bytes_up": (U - n_hot) * self.R * self.early.buffer.itemsize,
-            "bytes_down": (U - n_hot) * self.R * 4, "device_bytes": held,
-            "host_stall_ms": 1000 * (time.perf_counter() - start)}
+            "row_hit_rate": n_hot / max(1, U),
+            "token_hit_rate": int(torch.isin(plan.inv, hot).sum()) / max(1, plan.inv.numel()), "swaps": 0,
+            "bytes_up": (U - n_hot) * self.R * self.early.buffer.itemsize, "bytes_down": (U - n_hot) * self.R * 4,
+            "device_bytes": held, "host_stall_ms": 1000 * (time.perf_counter() - start)}
 
     # -----------------------------------------------------------------------------------------------------------------
     # The cache.
@@ -268,21 +274,20 @@ class HostTables:
 
     def fetch(self, plan):
         """As of StemTables. A plan that was not prefetched is gathered now, in memory of its own."""
-        start, ahead, slots = time.perf_counter(), self.ahead, self.slots.of[plan.ids]
-        hot = slots >= 0
+        start, ahead, (hot, cold, slots) = time.perf_counter(), self.ahead, self.slots.find(plan.ids)
         if self.wait and torch.is_grad_enabled():
             self.wait[0].record()
         if ahead and ahead.plan is plan:
-            self.ahead, late = None, (ahead.late & ~hot).nonzero()[:, 0]
+            ahead.late[hot] = False
+            self.ahead, late = None, ahead.late.nonzero()[:, 0]
             job = self._submit(self.late.load, self.host.weight.flatten(1), plan.ids[late])
             rows = torch.empty(len(plan.ids), self.R, device=self.device)
             self._join(job)  # and with it the early rows' job
             self.early.unload(rows, ahead.early)
             self.late.unload(rows, late)  # over rows that came early and are old
-            where = hot.nonzero()[:, 0]
-            rows[where.to(self.device)] = self.hot.weight.flatten(1)[slots[where].to(self.device)]
+            rows[hot.to(self.device)] = self.hot.weight.flatten(1)[slots.to(self.device)]
         else:
-            late = (~hot).nonzero()[:, 0]
+            late = cold
             rows = self.read(plan.ids).flatten(1).to(self.early.buffer.dtype).to(self.device).float()
         if torch.is_grad_enabled():
             self.running = plan
@@ -298,10 +303,9 @@ class HostTables:
         if grad is None:
             return
         self._touched(plan.ids)
-        grad, slots = grad.flatten(1), self.slots.of[plan.ids]  # perhaps not those of the fetch
-        hot, cold = (((slots >= 0) == yes).nonzero()[:, 0] for yes in (True, False))
+        grad, (hot, cold, slots) = grad.flatten(1), self.slots.find(plan.ids)  # perhaps not those of the fetch
         if len(hot):
-            self.hot.adamw(slots[hot], grad[hot.to(self.device)], lr)
+            self.hot.adamw(slots, grad[hot.to(self.device)], lr)
             grad = grad[cold.to(self.device)]
         ready = None
         if self.d2h:
@@ -317,16 +321,16 @@ class HostTables:
 
     def read(self, ids):
         """As of StemTables."""
-        rows, slots = self._join(self._submit(self.host.read, ids)), self.slots.of[ids]
-        rows[slots >= 0] = self.hot.read(slots[slots >= 0])
+        rows, (hot, _, slots) = self._join(self._submit(self.host.read, ids)), self.slots.find(ids)
+        rows[hot] = self.hot.read(slots)
         return rows
 
     def write(self, ids, rows):
         """As of StemTables; also rows that are on their way arrive as written."""
         self._touched(ids)
         self._join(self._submit(self.host.write, ids, rows))
-        slots = self.slots.of[ids]
-        self.hot.write(slots[slots >= 0], rows[slots >= 0])
+        hot, _, slots = self.slots.find(ids)
+        self.hot.write(slots, rows[hot])
 
     def state_dict(self):
         """As of StemTables, when all updates are done and hot rows are written back. They stay hot."""
@@ -369,15 +373,14 @@ class FrozenTables:
 
     def _rows(self, ids):
         """The rows of ids (n,) on the device, (n, S, M), and which of ids were cold."""
-        slots = self.slots.of[ids]
-        hot, cold = (((slots >= 0) == yes).nonzero()[:, 0] for yes in (True, False))
+        hot, cold, slots = self.slots.find(ids)
         sent = self.host.weight[ids[cold]].to(self.device)
         if self.int8:
             sent = sent * self.scale[ids[cold]].to(self.device).float()
         if not len(hot):
             return sent, cold
         rows = sent.new_empty(len(ids), *self.shape[1:])
-        rows[hot], rows[cold] = self.hot[slots[hot]], sent
+        rows[hot], rows[cold] = self.hot[slots], sent
         return rows, cold
 
     prefetch = StemTables.prefetch
@@ -409,8 +412,8 @@ class FrozenTables:
     def write(self, ids, rows):
         """As of StemTables."""
         self._store(ids, rows)
-        slots = self.slots.of[ids]
-        self.hot[slots[slots >= 0]] = rows[slots >= 0].to(self.device)
+        hot, _, slots = self.slots.find(ids)
+        self.hot[slots] = rows[hot].to(self.device)
 
     def state_dict(self):
         """As of StemTables; ValueError in int8."""
