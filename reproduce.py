@@ -2,7 +2,7 @@
 The tables and figures of "Scaling Transformers with Embedding Modules" (arXiv 2601.10639) at laptop size.
 
     python reproduce.py                                # one seed; stop it when you like, the next call goes on
-    python reproduce.py --seeds=3 --full=True          # longer runs, more facts, a spread over seeds: hours
+    python reproduce.py --seeds=3 --full=True          # a spread over seeds, and up to 10,000 facts: hours
     python reproduce.py --claims=1,5 --train=False     # a report on some claims, from the runs that there are
 
 Asks paper.py which runs each claim needs, and runs train.py for those, two at a time with one thread each, but for
@@ -10,8 +10,8 @@ those that have finished. Writes REPORT.md, report/report.json and, with matplot
 was measured, and what verdict() says to it. Exit code 1 if a claim that the report beside this script has as holding
 fails, or a run does.
 
-Each variant's learning rate is that of RATES with the lowest val loss at seed 1, which is not reported. These models
-have 0.1 M parameters: they can show the sign of an effect, not its size at 350 M.
+All variants train with the learning rate of RATES that is best for the dense model: lowest val loss at seed 1, which is
+not reported. These models have 0.1 M parameters: they can show the sign of an effect, not its size at 350 M.
 """
 
 import json
@@ -30,8 +30,8 @@ from configurator import configure
 from data.writer import replace
 
 # ---------------------------------------------------------------------------------------------------------------------
-seeds = 1  # that are reported: 2, 3, ...; seed 1 chooses learning rates
-full = False  # four times the steps, and more facts
+seeds = 1  # that are reported: 2, 3, ...; seed 1 chooses the learning rate
+full = False  # more facts, too
 claims = "8,3,5,2,1,9,6,7,4"  # in the order in which they run
 train = True  # False = write the report from the runs that have finished
 jobs = 2  # runs at a time, of one thread each
@@ -40,14 +40,14 @@ report = ""  # where REPORT.md and report/ go, empty = out_dir
 
 HERE = Path(__file__).resolve().parent
 TRAIN = HERE / "train.py"
-SHAPE = {"n_layer": 4, "n_head": 2, "n_embd": 32, "d_ff": 96, "batch_size": 16, "block_size": 32, "stem_lr_scale": 3.0,
+SHAPE = {"n_layer": 4, "n_head": 2, "n_embd": 32, "d_ff": 96, "batch_size": 16, "block_size": 32, "max_iters": 2000,
          "eval_interval": 0, "device": "cpu"}
-SETTINGS = {"facts": SHAPE | {"max_iters": 1000}, "plays": SHAPE | {"max_iters": 400},
+SETTINGS = {"facts": SHAPE, "plays": SHAPE | {"max_iters": 800},
             "needle": SHAPE | {"max_iters": 800, "n_embd": 64, "d_ff": 192, "batch_size": 1, "block_size": 1024}}
 VARIANTS = {"dense": {"stem_every": 0}, "Hash-MoE": {"stem_every": 3, "stem_variant": "hash"},
             "STEM-1/3": {"stem_every": 3}, "STEM-1/2": {"stem_every": 2}, "STEM-full": {"stem_every": 1},
             "gate": {"stem_every": 3, "stem_variant": "gate"}, "add": {"stem_every": 3, "stem_variant": "add"},
-            "hybrid": {"stem_every": 3, "stem_variant": "hybrid"}}
+            "hybrid": {"stem_every": 3, "stem_variant": "hybrid"}, "every layer": {"stem_every": 1, "stem_first": 0}}
 ALL = "123456789"  # claims
 RATES = (6e-3, 1.2e-2, 2.4e-2)  # learning rates to choose from: on plays for plays, on facts for all else
 
@@ -59,13 +59,13 @@ wanted, failed = {}, {}  # folder -> flags of train.py; folder -> why it failed
 
 def get(data, variant, seed, **more):
     """A run's summary, with its folder; None if it has yet to run, or cannot. data: a folder of data/ and a size."""
-    rate = more.get("learning_rate") or chosen(data, variant)
+    rate = more.get("learning_rate") or chosen(data)
     if not rate or not (dataset := made(data)):
         return None
-    flags = SETTINGS[data.rstrip("0123456789")] | VARIANTS[variant] | {"dataset": str(dataset), "seed": seed} | more
-    flags |= {"learning_rate": rate, "max_iters": flags["max_iters"] * (4 if full else 1)}
+    flags = SETTINGS[data.rstrip("0123456789")] | VARIANTS[variant] | {"dataset": str(dataset), "seed": seed}
+    flags |= {"learning_rate": rate} | more
     name = "-".join([data, variant.replace("/", "_"), *(f"{k}{v:g}" for k, v in more.items()), f"seed{seed}"])
-    folder = Path(out_dir, "full" if full else "small", name)
+    folder = Path(out_dir, "runs", name)
     if has(folder, flags) and (folder / "summary.json").is_file():
         return json.loads((folder / "summary.json").read_text(encoding="utf-8")) | {"folder": folder}
     if folder not in failed:
@@ -78,19 +78,21 @@ def runs(data, variant, **more):
     return [s for i in range(seeds) if (s := get(data, variant, 2 + i, **more))]
 
 
-def chosen(data, variant):
-    """A variant's learning rate, by the val loss at seed 1; None as long as that is not known of all RATES."""
-    found = {rate: get("plays" if data == "plays" else "facts", variant, 1, learning_rate=rate) for rate in RATES}
+def chosen(data):
+    """The learning rate: that of the lowest val loss of the dense model at seed 1; None until all RATES have run."""
+    data = "plays" if data == "plays" else paper.FACTS
+    found = {rate: get(data, paper.DENSE, 1, learning_rate=rate) for rate in RATES}
     return min(RATES, key=lambda rate: found[rate]["val_loss"]) if all(found.values()) else None
 
 
 def made(data):
-    """The folder of data, such as facts300 with 300 towns, made if it is not there yet; None if it cannot be."""
-    folder, name = Path(out_dir, "data", data), data.rstrip("0123456789")
+    """The folder of data, such as facts300 about 300 towns, made if it is not there yet; None if it cannot be."""
+    folder, (name, towns) = Path(out_dir, "data", data), re.fullmatch(r"(\D+)(\d*)", data).groups()
     if not (folder / "meta.json").is_file() and folder not in failed:
-        towns = [f"--towns={data[len(name) :]}"] if data != name else []
+        flags = ["--countries=0", f"--towns={towns}"] if towns else []
+        flags += [f"--source={made(paper.HAY)}"] if data == "needle" else []
         prepare = HERE / "data" / name / "prepare.py"
-        if subprocess.run([sys.executable, prepare, f"--folder={folder}", *towns]).returncode:
+        if subprocess.run([sys.executable, prepare, f"--folder={folder}", *flags]).returncode:
             failed[folder] = "could not be made, for the reason above"
     return None if folder in failed else folder
 
@@ -201,9 +203,11 @@ def write_report(results, into):
             summary.append([number, text, *(show([abs(x) for x in values]) for values in (a, b)), word])
     missing = [n for n in ALL if n not in results]
     by = f"`python reproduce.py --seeds={seeds}{' --full=True' * full}`, seeds {[*range(2, 2 + seeds)]}"
+    rates = " and ".join(f"{chosen(data)} on {name}" for data, name in ((paper.FACTS, "facts"), ("plays", "plays")))
     lines = ["# Report", __doc__.split("\n\n")[0].strip(),
-             f"By {by}; sizes and steps are at its top. A claim holds, or does not, where two means differ by more "
-             "than their pooled standard deviation over seeds; else it is not decided."
+             f"By {by}; sizes and steps are at its top. The learning rate is {rates}, the best for the dense model at "
+             "seed 1. A claim holds, or does not, where two means differ by more than their pooled standard deviation "
+             "over seeds; else it is not decided."
              + f" Not asked for: claims {', '.join(missing)}." * bool(missing),
              table(["claim", "that", "measured", "against", "verdict"], summary), *sections]
     lines += ["## Failed\n\n" + "\n".join(f"- {name}: {why}" for name, why in failed.items())] * bool(failed)
@@ -221,7 +225,7 @@ def main():
     numbers, results, t0 = claims.split(","), {}, time.time()
     if unknown := [n for n in numbers if n not in ALL]:
         raise SystemExit(f"claims must be some of {','.join(ALL)}, got {','.join(unknown)}")
-    paper.TOWNS += [1000, 2000] * full
+    paper.TOWNS += [1250] * full
     before, into = HERE / "report/report.json", Path(report or out_dir)
     before = json.loads(before.read_text(encoding="utf-8"))["verdicts"] if before.is_file() else {}
     for n in numbers:

@@ -106,16 +106,17 @@ def test_the_1b_accounting_is_the_papers():
 
 
 def calls(tmp_path):
-    return (tmp_path / "out/small/calls").read_text().splitlines()
+    return (tmp_path / "out/runs/calls").read_text().splitlines()
 
 
-def test_rates_are_chosen_at_seed_1_and_finished_runs_skipped(fake, tmp_path, capsys):
+def test_the_rate_is_chosen_at_seed_1_and_finished_runs_skipped(fake, tmp_path, capsys):
     assert reproduce.main() == 0
-    n = 2 * 7 * 3  # datasets, variants; two rates and one reported seed
+    n = 2 * (2 + 7)  # datasets; two rates of the dense model, and all variants at one reported seed
     assert len(calls(tmp_path)) == n and "min left" in capsys.readouterr().out
-    assert reproduce.chosen("facts", "dense") == 2
+    assert reproduce.chosen("facts12") == 2
     assert reproduce.main() == 0 and len(calls(tmp_path)) == n
     text = (tmp_path / "out/REPORT.md").read_text()
+    assert "learning rate is 2 on facts and 2 on plays" in text
     assert "STEM-full has more recall than STEM-1/3 | 0.802 | 0.602 | one seed: as claimed" in text
     report = json.loads((tmp_path / "out/report/report.json").read_text())
     assert report["verdicts"]["1. STEM-1/2 has more ROI than STEM-1/3"] == "one seed: as claimed"
@@ -132,8 +133,8 @@ def test_other_settings_are_another_run(fake, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("sign, code", [(1, 0), (-1, 1)])
 def test_a_claim_that_held_and_fails_is_an_error(fake, tmp_path, monkeypatch, capsys, sign, code):
-    claim = "5. of 1,314 facts STEM-full recalls more than dense"
-    monkeypatch.setattr(paper, "TOWNS", [60])
+    claim = "5. of 1,600 facts STEM-full recalls more than dense"
+    monkeypatch.setattr(paper, "TOWNS", [200])
     monkeypatch.setattr(reproduce, "claims", "5")
     monkeypatch.setattr(reproduce, "seeds", 2)
     monkeypatch.setattr(reproduce, "report", str(tmp_path))
@@ -148,33 +149,33 @@ def test_a_claim_that_held_and_fails_is_an_error(fake, tmp_path, monkeypatch, ca
 
 def test_a_run_that_fails_is_reported_and_the_others_finish(fake, tmp_path, monkeypatch, capsys):
     fake(BAD_SEED=3)
-    monkeypatch.setattr(paper, "TOWNS", [60])
+    monkeypatch.setattr(paper, "TOWNS", [200])
     monkeypatch.setattr(reproduce, "claims", "5")
     monkeypatch.setattr(reproduce, "seeds", 2)
     assert reproduce.main() == 1
-    assert "facts-dense-seed3: the last line of a run that failed" in capsys.readouterr().err
+    assert "facts200-dense-seed3: the last line of a run that failed" in capsys.readouterr().err
     text = (tmp_path / "out/REPORT.md").read_text()
-    assert "## Failed" in text and "| of 1,314 facts STEM-full recalls more than dense | 0.802 | 0.502 |" in text
+    assert "## Failed" in text and "| of 1,600 facts STEM-full recalls more than dense | 0.802 | 0.502 |" in text
 
 
 def test_ctrl_c_stops_the_runs_and_the_next_call_resumes_them(fake, tmp_path, monkeypatch):
     fake(SLOW=True)
-    sleep, folder = reproduce.time.sleep, tmp_path / "out/small/facts-dense-seed2"
+    sleep, folder = reproduce.time.sleep, tmp_path / "out/runs/facts200-dense-seed2"
 
     def interrupt(seconds):
         sleep(seconds)
         if (folder / "started").exists():
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(reproduce, "chosen", lambda data, variant: 1.0)
-    reproduce.get("facts", "dense", 2)
+    monkeypatch.setattr(reproduce, "chosen", lambda data: 1.0)
+    reproduce.get("facts200", "dense", 2)
     with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt):
         m.setattr(reproduce.time, "sleep", interrupt)
         reproduce.run_wanted("")
     assert (folder / "ckpt.pt").exists() and not (folder / "summary.json").exists()
     fake()
     reproduce.run_wanted("")
-    assert calls(tmp_path) == ["2 None", "2 resume"] and reproduce.get("facts", "dense", 2)["val_loss"]
+    assert calls(tmp_path) == ["2 None", "2 resume"] and reproduce.get("facts200", "dense", 2)["val_loss"]
 
 
 def test_without_matplotlib_the_report_has_tables(fake, tmp_path, monkeypatch):
@@ -182,7 +183,7 @@ def test_without_matplotlib_the_report_has_tables(fake, tmp_path, monkeypatch):
     monkeypatch.setattr(reproduce, "claims", "5")
     assert reproduce.main() == 0
     text = (tmp_path / "out/REPORT.md").read_text()
-    assert "matplotlib is not installed" in text and "| 3,234 facts | 50.2% | 60.2% | 80.2% |" in text
+    assert "matplotlib is not installed" in text and "| 3,200 facts | 50.2% | 60.2% | 80.2% |" in text
 
 
 def test_unknown_claims_are_refused(monkeypatch):
@@ -195,17 +196,17 @@ def test_real_runs_have_what_claims_look_at(facts, monkeypatch, tmp_path):
     """A few steps on small facts, and every column but those that take longer: by train.py, edit.py and the log."""
     monkeypatch.setattr(reproduce, "out_dir", str(tmp_path))
     monkeypatch.setattr(reproduce, "made", lambda data: facts)
-    monkeypatch.setattr(reproduce, "chosen", lambda data, variant: 1e-2)
+    monkeypatch.setattr(reproduce, "chosen", lambda data: 1e-2)
     few = {"max_iters": 3, "warmup_iters": 1, "eval_iters": 1, "n_layer": 3}
     monkeypatch.setitem(reproduce.SETTINGS, "facts", reproduce.SETTINGS["facts"] | few)
     monkeypatch.setattr(paper, "WINDOW", 2)
     for variant in ("dense", "STEM-1/3"):
-        reproduce.get("facts", variant, 2)
+        reproduce.get(paper.FACTS, variant, 2)
     reproduce.run_wanted("")
     assert not reproduce.failed
     longer = {"success", "changed", "locality", *paper.NEEDLES, *paper.COPIES}
     columns = [c for c in paper.COLUMNS if c not in longer]
-    cells = paper.measure(reproduce.runs, {"x": ("facts", "STEM-1/3", {})}, columns)["x"]
+    cells = paper.measure(reproduce.runs, {"x": (paper.FACTS, "STEM-1/3", {})}, columns)["x"]
     assert all(len(values) == 1 for values in cells.values())
     assert 0 < cells["P95 of rows"][0] < 1 and cells["MFLOP a token"][0] == 2 * cells["active M"][0]
 

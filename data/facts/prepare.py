@@ -26,13 +26,14 @@ from data.tokenizer import Tokenizer
 from data.writer import write_dataset
 
 # ---------------------------------------------------------------------------------------------------------------------
+countries = -1  # of countries.txt, from the first on; -1 = all
 towns = 60  # invented towns, beside the countries
 repeats = 40  # times each fact is stated in train.bin, at least
 skew = 0.0  # 0 = all entities equally often; s > 0 = entity of rank r is met as (n / r)^s, the rarest `repeats` times
 sentences = 4  # sentences in a document
 seed = 0  # of the towns' attributes and of the texts
 folder = str(Path(__file__).resolve().parent)  # where the four files go
-configure(globals(), minimum={"towns": 1, "repeats": 1, "sentences": 1})
+configure(globals(), minimum={"countries": -1, "towns": 1, "repeats": 1, "sentences": 1})
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Templates. The first three ask: they name the attribute, then the entity, then the answer. The last names it first.
@@ -83,7 +84,9 @@ def read_rows(name):
 
 def make_entities(rng):
     """{name: {attribute: answer}}: the countries, then the towns."""
-    entities = {name: dict(zip(COUNTRY, answers, strict=True)) for name, *answers in read_rows("countries.txt")}
+    rows = read_rows("countries.txt")
+    entities = {name: dict(zip(COUNTRY, answers, strict=True))
+                for name, *answers in rows[: None if countries < 0 else countries]}
     values = {attribute: words.split() for attribute, words in read_rows("towns.txt")}
     if towns > (most := len(SYLLABLES) ** 3 // 2):
         raise SystemExit(f"towns must be at most {most}, as there are few names, got {towns}")
