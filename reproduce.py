@@ -55,6 +55,7 @@ RATES = (6e-3, 1.2e-2, 2.4e-2)  # learning rates to choose from: on plays for pl
 # Runs. A claim asks for those that it needs by runs(); what is missing is run, and the claim asked again.
 
 wanted, failed = {}, {}  # folder -> flags of train.py; folder -> why it failed
+rates = {}  # data -> learning rate
 
 
 def get(data, variant, seed, **more):
@@ -82,7 +83,9 @@ def chosen(data):
     """The learning rate: that of the lowest val loss of the dense model at seed 1; None until all RATES have run."""
     data = "plays" if data == "plays" else paper.FACTS
     found = {rate: get(data, paper.DENSE, 1, learning_rate=rate) for rate in RATES}
-    return min(RATES, key=lambda rate: found[rate]["val_loss"]) if all(found.values()) else None
+    if all(found.values()):
+        rates[data] = min(RATES, key=lambda rate: found[rate]["val_loss"])
+    return rates.get(data)
 
 
 def made(data):
@@ -203,10 +206,9 @@ def write_report(results, into):
             summary.append([number, text, *(show([abs(x) for x in values]) for values in (a, b)), word])
     missing = [n for n in ALL if n not in results]
     by = f"`python reproduce.py --seeds={seeds}{' --full=True' * full}`, seeds {[*range(2, 2 + seeds)]}"
-    rates = " and ".join(f"{chosen(data)} on {name}" for data, name in ((paper.FACTS, "facts"), ("plays", "plays")))
     lines = ["# Report", __doc__.split("\n\n")[0].strip(),
-             f"By {by}; sizes and steps are at its top. The learning rate is {rates}, the best for the dense model at "
-             "seed 1. A claim holds, or does not, where two means differ by more than their pooled standard deviation "
+             f"By {by}; sizes and steps are at its top. The learning rate, the dense model's best at seed 1, is "
+             + "; ".join(f"{rate} for {data}" for data, rate in rates.items()) + ". A claim holds, or does not, where two means differ by more than their pooled standard deviation "
              "over seeds; else it is not decided."
              + f" Not asked for: claims {', '.join(missing)}." * bool(missing),
              table(["claim", "that", "measured", "against", "verdict"], summary), *sections]
