@@ -206,8 +206,9 @@ def write_report(results, into):
             summary.append([number, text, *(show([abs(x) for x in values]) for values in (a, b)), word])
     missing = ", ".join(n for n in ALL if n not in results)
     how = (f"By `python reproduce.py --seeds={seeds}{' --full=True' * full}`, seeds {[*range(2, 2 + seeds)]}; sizes "
-           f"and steps are at its top. Learning rates, the dense model's best at seed 1: {rates}. A claim holds, or not,"
-           " where two means differ by more than their pooled standard deviation over seeds; else it is not decided.")
+           f"and steps are at its top. Learning rates, the best of the dense model at seed 1: {rates}. A claim holds, "
+           "or not, where two means differ by more than their pooled standard deviation over seeds; else it is not "
+           "decided.")
     lines = ["# Report", __doc__.split("\n\n")[0].strip(), how + f" Not asked for: claims {missing}." * bool(missing),
              table(["claim", "that", "measured", "against", "verdict"], summary), *sections]
     lines += ["## Failed\n\n" + "\n".join(f"- {name}: {why}" for name, why in failed.items())] * bool(failed)

@@ -117,7 +117,7 @@ def test_the_rate_is_chosen_at_seed_1_and_finished_runs_skipped(fake, tmp_path, 
     assert reproduce.chosen("facts12") == 2
     assert reproduce.main() == 0 and len(calls(tmp_path)) == n
     text = (tmp_path / "out/REPORT.md").read_text()
-    assert "at seed 1: {'facts200': 2, 'plays': 2}." in text
+    assert "model at seed 1: {'facts200': 2, 'plays': 2}." in text
     assert "STEM-full has more recall than STEM-1/3 | 0.802 | 0.602 | one seed: as claimed" in text
     report = json.loads((tmp_path / "out/report/report.json").read_text())
     assert report["verdicts"]["1. STEM-1/2 has more ROI than STEM-1/3"] == "one seed: as claimed"
