@@ -278,20 +278,26 @@ def in_processes(n, run, *args):
 
 
 def take_settings(*settings):
+    """What such a process does first."""
     global device, dtype, rounds
     device, dtype, rounds = settings
 
 
-def peak_of_three(_, *args):
-    """GiB that this process has used at most after three steps of training_step(*args)."""
+def peak(*args):
+    """GiB at most in use while a process of its own takes three steps of training_step(*args)."""
+    return in_processes(1, take_three, *args)[0] / 2**30
+
+
+def take_three(_, *args):
+    """What that process does."""
     step = training_step(*args)
     for _ in range(3):
         step()
-    return peak_memory(device) / 2**30
+    return peak_memory(device)
 
 
 def one_of_two(rank, port, config, tokens):
-    """{name: milliseconds in each round} of steps that rank 0 does alone and that both share, a thread each."""
+    """{name: milliseconds in each round} of steps that rank 0 takes alone and that both share, a thread each."""
     global device
     torch.set_num_threads(1)
     os.environ |= {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost",
@@ -308,83 +314,8 @@ def one_of_two(rank, port, config, tokens):
     return dict(zip(("one process", "two processes"), zip(*turns[1:])))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Sections.
-
-
-def training():
-    dense, full = (shape(512, 12, 8192, stem_every) for stem_every in (0, 1))
-    times = take_turns(dense=training_step(dense, 1024), stem=training_step(full, 1024))
-    with torch.device("meta"):
-        predicted = GPT(dense).flops_per_token() / GPT(full).flops_per_token()
-    report("speed-up that FLOPs predict", predicted)
-    report("speed-up", ratio(times, "dense", "stem"))
-    report("of the predicted", ratio(times, "dense", "stem") / predicted, goal="at least 0.92")
-
-
-def memory():
-    for name, stem_every in (("dense", 0), ("stem", 1)):
-        config = shape(512, 12, 8192, stem_every)
-        small, large = (in_processes(1, peak_of_three, config, tokens)[0] for tokens in (1024, 4096))
-        report(f"{name}, 1,024 tokens", small, "GiB")
-        report(f"{name}, 4,096 tokens", large, "GiB")
-        fit = 1024 + 3072 * (memory_limit - small) / (large - small)
-        report(f"{name}, fits into {memory_limit} GiB by those two", fit // 256 * 256, "tok.")
-
-
-def plain():
-    config = shape(384, 6, 8192, 0)
-    times = take_turns(plain=training_step(config, 1024, PlainGPT), dense=training_step(config, 1024))
-    report("dense over plain", ratio(times, "plain", "dense"), goal="at least 1.0")
-
-
-def embedding():
-    steps = {"embedding": (shape(384, 6, 50257, 1), 256, GPT, EmbeddingTables), "stem": (shape(384, 6, 50257, 1), 256)}
-    times = take_turns(**{name: training_step(*step) for name, step in steps.items()})
-    report("stem over nn.Embedding", ratio(times, "embedding", "stem"), goal="at least 1.8")
-    theirs, ours = (in_processes(1, peak_of_three, *step)[0] for step in steps.values())
-    report("peak memory, nn.Embedding", theirs, "GiB")
-    report("peak memory, stem", ours, "GiB")
-    report("peak memory, stem over nn.Embedding", ours / theirs, goal="at most 0.85")
-
-
-def tables():
-    times = take_turns(embedding=tables_step(50257, EmbeddingTables), stem=tables_step(50257))
-    report("stem over nn.Embedding", ratio(times, "embedding", "stem"), goal="at least 10")
-    times = take_turns(V8k=tables_step(8192), V50k=tables_step(50257), V128k=tables_step(128256))
-    report("V = 8k over 50k", ratio(times, "V8k", "V50k"), goal="0.9 to 1.1")
-    report("V = 128k over 50k", ratio(times, "V128k", "V50k"), goal="0.9 to 1.1")
-
-
-def decode():
-    times = take_turns(**{f"{name} {how}": generation(stem_every, how == "cached")
-                          for name, stem_every in (("dense", 0), ("stem", 1)) for how in ("uncached", "cached")})
-    report("KV cache over none, stem", ratio(times, "stem uncached", "stem cached"), goal="at least 5")
-    report("stem over dense, cached", ratio(times, "dense cached", "stem cached"), goal="at least 1.0")
-
-
-def offload():
-    for name, batch in (("text", text_batch), ("uniform ids", functools.partial(random_batch, exponent=0.0))):
-        times, moved = train_two(batch, resident=trained_tables, offloaded=host_tables)
-        report(f"{name}: offloaded over resident, ms", ratio(times, "offloaded", "resident"), goal="at most 1.10")
-        report_moved(name, moved["offloaded"], times["offloaded"])
-    for n in (1, 8):
-        times = take_turns(resident=generation(3, n=n), offloaded=generation(3, make_tables=frozen_tables, n=n))
-        report(f"decoding {n}: offloaded over resident, ms", ratio(times, "offloaded", "resident"))
-    if device.startswith("cuda"):
-        pinned_copy()
-
-
-def cache():
-    cached = functools.partial(host_tables, cache_rows=560)
-    times, moved = train_two(text_batch, offloaded=host_tables, cached=cached)
-    report("training with 560 cached rows over without, ms", ratio(times, "cached", "offloaded"))
-    for name in times:
-        report_moved(name, moved[name], times[name])
-
-
-def train_two(batch, **kinds):
-    """The times of training with two kinds of tables, a third of the layers STEM, and what a step of each moves."""
+def train_with(batch, **kinds):
+    """The times of training with kinds of tables, a third of the layers STEM, and what a step of each moves."""
     steps = {name: training_step(shape(384, 6, 50257, 3), 2048, GPT, make, batch) for name, make in kinds.items()}
     return take_turns(**steps), {name: step().moved for name, step in steps.items()}
 
@@ -407,6 +338,81 @@ def pinned_copy():
     times = take_turns(**{way: lambda to=to, of=of: to.copy_(of, non_blocking=True) for way, (to, of) in ways.items()})
     for way, ms in times.items():
         report(f"pinned copy {way}", 2**28 / 1e6 / statistics.median(ms), "GB/s")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sections.
+
+
+def training():
+    dense, full = (shape(512, 12, 8192, stem_every) for stem_every in (0, 1))
+    times = take_turns(dense=training_step(dense, 1024), stem=training_step(full, 1024))
+    with torch.device("meta"):
+        predicted = GPT(dense).flops_per_token() / GPT(full).flops_per_token()
+    report("speed-up that FLOPs predict", predicted)
+    report("speed-up", ratio(times, "dense", "stem"))
+    report("of the predicted", ratio(times, "dense", "stem") / predicted, goal="at least 0.92")
+
+
+def memory():
+    for name, stem_every in (("dense", 0), ("stem", 1)):
+        config = shape(512, 12, 8192, stem_every)
+        small, large = (peak(config, tokens) for tokens in (1024, 4096))
+        report(f"{name}, 1,024 tokens", small, "GiB")
+        report(f"{name}, 4,096 tokens", large, "GiB")
+        fit = 1024 + 3072 * (memory_limit - small) / (large - small)
+        report(f"{name}, fits into {memory_limit} GiB by those two", fit // 256 * 256, "tok.")
+
+
+def plain():
+    config = shape(384, 6, 8192, 0)
+    times = take_turns(plain=training_step(config, 1024, PlainGPT), dense=training_step(config, 1024))
+    report("dense over plain", ratio(times, "plain", "dense"), goal="at least 1.0")
+
+
+def embedding():
+    config = shape(384, 6, 50257, 1)
+    times = take_turns(embedding=training_step(config, 256, GPT, EmbeddingTables), stem=training_step(config, 256))
+    report("stem over nn.Embedding", ratio(times, "embedding", "stem"), goal="at least 1.8")
+    theirs, ours = (peak(config, 256, GPT, kind) for kind in (EmbeddingTables, trained_tables))
+    report("peak memory, nn.Embedding", theirs, "GiB")
+    report("peak memory, stem", ours, "GiB")
+    report("peak memory, stem over nn.Embedding", ours / theirs, goal="at most 0.85")
+
+
+def tables():
+    times = take_turns(embedding=tables_step(50257, EmbeddingTables), stem=tables_step(50257))
+    report("stem over nn.Embedding", ratio(times, "embedding", "stem"), goal="at least 10")
+    times = take_turns(V8k=tables_step(8192), V50k=tables_step(50257), V128k=tables_step(128256))
+    report("V = 8k over 50k", ratio(times, "V8k", "V50k"), goal="0.9 to 1.1")
+    report("V = 128k over 50k", ratio(times, "V128k", "V50k"), goal="0.9 to 1.1")
+
+
+def decode():
+    times = take_turns(**{f"{name} {how}": generation(stem_every, how == "cached")
+                          for name, stem_every in (("dense", 0), ("stem", 1)) for how in ("uncached", "cached")})
+    report("KV cache over none, stem", ratio(times, "stem uncached", "stem cached"), goal="at least 5")
+    report("stem over dense, cached", ratio(times, "dense cached", "stem cached"), goal="at least 1.0")
+
+
+def offload():
+    for name, batch in (("text", text_batch), ("uniform ids", functools.partial(random_batch, exponent=0.0))):
+        times, moved = train_with(batch, resident=trained_tables, offloaded=host_tables)
+        report(f"{name}: offloaded over resident, ms", ratio(times, "offloaded", "resident"), goal="at most 1.10")
+        report_moved(name, moved["offloaded"], times["offloaded"])
+    for n in (1, 8):
+        times = take_turns(resident=generation(3, n=n), offloaded=generation(3, make_tables=frozen_tables, n=n))
+        report(f"decoding {n}: offloaded over resident, ms", ratio(times, "offloaded", "resident"))
+    if device.startswith("cuda"):
+        pinned_copy()
+
+
+def cache():
+    with_cache = functools.partial(host_tables, cache_rows=560)
+    times, moved = train_with(text_batch, offloaded=host_tables, cached=with_cache)
+    report("training with 560 cached rows over without, ms", ratio(times, "cached", "offloaded"))
+    for name in times:
+        report_moved(name, moved[name], times[name])
 
 
 @torch.no_grad()
