@@ -5,21 +5,22 @@ How fast, and in how much memory: STEM beside its dense twin, beside torch's own
     python bench.py --only=training,decode --json=bench.json
 
 Contenders of a section take turns in one process, on random ids as frequent as words are; shown are the median of a
-step's milliseconds and the median over the rounds of its ratio to the first contender, since a machine's mood shifts
-from minute to minute and its ratios much less. Peak memory is that of a process of its own.
+step's milliseconds and the median over the rounds of their ratio, since a machine's mood shifts from minute to minute
+and its ratios much less. Peak memory is that of a process of its own.
 
     training    STEM in all layers but the first over its dense twin, beside what their FLOPs predict
+    memory      peak memory of both, at two sizes of a step, and by those the largest that fits
     plain       the dense twin over a model of the same matmuls in torch's own modules, below
     embedding   training over STEM with nn.Embedding tables under torch.optim.AdamW
     tables      fetch, lookup, its gradient and update alone, over the same and over larger vocabularies
     decode      generating with and without KV cache, STEM over dense
     offload     training and generating with tables in host memory over resident, on real text and on uniform ids
-    cache       which of a step's rows are hot and what moves, by how a cache chooses; training with one over without
+    cache       training with tables in host memory and the rows of 560 tokens on the device, over without
     int8        perplexity of out_dir's model on its val split with its tables in int8, and generating with them
-    shard       2 processes over one at the same batch, on the same text; the bytes of the collectives in a step, there
-                counted, and up to 64 processes by the formula that the count must equal
+    shard       2 processes over one at the same batch, on real text
 
-The last four need data/shakespeare/prepare.py to have run, int8 a trained config/stem_shakespeare.py.
+The last four need data/shakespeare/prepare.py to have run, int8 a trained config/stem_shakespeare.py. What other caches
+and more processes would move is counted, not timed: traffic.py.
 """
 
 import functools
@@ -30,7 +31,6 @@ import platform
 import socket
 import statistics
 import time
-from collections import Counter, OrderedDict
 from json import dumps
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,10 +38,8 @@ from types import SimpleNamespace
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # beside another busy process, threads that spin crawl
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import checkpoint
@@ -84,6 +82,9 @@ class EmbeddingTables:
         return Plan(ids.unique(), ids)
 
     prefetch = StemTables.prefetch
+
+    def reduce(self, plan, rows):
+        """There is no clipping here."""
 
     def fetch(self, plan):
         return SimpleNamespace(unbind=lambda dim: self.weights)  # as rows (V, S, M) would be
@@ -141,7 +142,7 @@ def host_tables(V, S, M, cache_rows=0):
     tables = HostTables(V, S, M, None, device=device, max_rows=2048, dtype=dtype, cache_rows=cache_rows)
     tables.load_state_dict(trained_tables(V, S, M).state_dict(), assign=True)
     if cache_rows:
-        tables.warm_start(shakespeare(256).get_batch("train", step, 8)[0] for step in range(100))
+        tables.warm_start(text_batch(None, 8, step)[0] for step in range(100))
     return tables
 
 
@@ -152,15 +153,25 @@ def frozen_tables(V, S, M, **more):
     return tables
 
 
-class SummedTables(ShardedTables):
-    """Trained tables of which each process holds a part; training_step has no clipping for which to reduce."""
+def sharded_tables(V, S, M):
+    """The same, of which each process holds a part."""
+    return ShardedTables(lambda V, S, M, *rest: trained_tables(V, S, M), V, S, M, 0.02, device=device)
 
-    def __init__(self, V, S, M):
-        super().__init__(lambda V, S, M, *rest: trained_tables(V, S, M), V, S, M, 0.02, device=device)
 
-    def update(self, plan, rows, lr):
-        self.reduce(plan, rows)
-        super().update(plan, rows, lr)
+@functools.cache
+def shakespeare():
+    """Shakespeare's plays in GPT-2's byte pairs, read once."""
+    return open_dataset("shakespeare", 256, 0)
+
+
+def text_batch(config, n, step):
+    """n sequences of them."""
+    return shakespeare().get_batch("train", step, n)
+
+
+def two_text_batches(config, n, step):
+    """The same sequences for two ranks."""
+    return [t.unflatten(0, (2, -1)) for t in text_batch(config, n, step)]
 
 
 def random_batch(config, n, step, exponent=1.0):
@@ -171,24 +182,8 @@ def random_batch(config, n, step, exponent=1.0):
     return ids[:, :-1], ids[:, 1:]
 
 
-def text_batch(config, n, step):
-    """n sequences of Shakespeare's plays in GPT-2's byte pairs."""
-    return shakespeare(config.block_size).get_batch("train", step, n)
-
-
-def two_text_batches(config, n, step):
-    """The same sequences for two ranks."""
-    return [t.unflatten(0, (2, -1)) for t in text_batch(config, n, step)]
-
-
-@functools.cache
-def shakespeare(block_size):
-    """Read once."""
-    return open_dataset("shakespeare", block_size, 0)
-
-
 def training_step(config, tokens, make_model=GPT, make_tables=trained_tables, batch=random_batch, part=slice(None)):
-    """A function that trains a new model for one more step on that many tokens, or a part, as train.py does."""
+    """A function that trains a new model for one more step on that many tokens, or a part; returns its tables."""
     model, tables, step = make_model(config).to(device), make_tables(*config.table_shape), 0
     model.dtype = dtype
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
@@ -204,11 +199,12 @@ def training_step(config, tokens, make_model=GPT, make_tables=trained_tables, ba
         tables.prefetch(next_plan)
         ids, inv, targets = (t[part].to(device) for t in (x, plan.inv, y))
         model(ids, rows, inv, targets).backward()
+        tables.reduce(plan, rows)
         optimizer.step()
         tables.update(plan, rows, 1e-3)
         optimizer.zero_grad()
         x, y, plan = next_x, next_y, next_plan
-        return tables, rows
+        return tables
 
     return train
 
@@ -239,6 +235,20 @@ def generation(stem_every, use_cache=True, make_tables=trained_tables, n=1):
 # Measuring.
 
 
+def report(what, value, unit="", goal="", **more):
+    """One line of the table and one dict of the file."""
+    results.append({"section": section, "what": what, "value": value, "unit": unit, "goal": goal} | more)
+    spread = "{:,.4g} to {:,.4g}".format(*more["spread"]) if "spread" in more else ""
+    print(f"{section:10} {what:40} {value:10,.4g} {unit:4} {spread or goal and 'goal: ' + goal}".rstrip(), flush=True)
+
+
+def report_times(times):
+    """Medians of {name: milliseconds in each round}, which it returns."""
+    for name, ms in times.items():
+        report(name, statistics.median(ms), "ms", spread=[min(ms), max(ms)])
+    return times
+
+
 def time_of(run, calls=1):
     """Milliseconds that a call takes, on the device too."""
     start = time.perf_counter()
@@ -251,95 +261,83 @@ def time_of(run, calls=1):
 
 def take_turns(**contenders):
     """{name: milliseconds a call in each round} of functions that take turns; prints medians."""
-    times = {name: [time_of(run)] for name, run in contenders.items()}
-    calls = {name: math.ceil(500 / ms.pop()) for name, ms in times.items()}  # a turn takes half a second or more
-    for _ in range(rounds):
-        for name, run in contenders.items():
-            times[name].append(time_of(run, calls[name]))
-    for name, ms in times.items():
-        report(name, statistics.median(ms), "ms", spread=[min(ms), max(ms)])
-    return times
+    calls = {name: math.ceil(500 / time_of(run)) for name, run in contenders.items()}  # a turn: half a second or more
+    turns = [{name: time_of(run, calls[name]) for name, run in contenders.items()} for _ in range(rounds)]
+    return report_times({name: [turn[name] for turn in turns] for name in contenders})
 
 
-def ratio(times, slow, fast):
-    """How many times as fast: the median over rounds."""
-    return statistics.median(s / f for s, f in zip(times[slow], times[fast]))
+def ratio(times, over, under):
+    """The median over rounds."""
+    return statistics.median(a / b for a, b in zip(times[over], times[under]))
 
 
-def report(what, value, unit="", goal="", **more):
-    """One line of the table and one dict of the file."""
-    results.append({"section": section, "what": what, "value": value, "unit": unit, "goal": goal} | more)
-    spread = "{:,.4g} to {:,.4g}".format(*more["spread"]) if "spread" in more else ""
-    line = f"{section:10} {what.replace('_', ' '):40} {value:10,.4g} {unit:4} {spread or goal and 'goal: ' + goal}"
-    print(line.rstrip(), flush=True)
+def in_processes(n, run, *args):
+    """What run(rank, *args) returns in each of n new processes, which get this one's settings."""
+    with multiprocessing.get_context("spawn").Pool(n, take_settings, (device, dtype, rounds)) as pool:
+        return pool.starmap(run, [(rank, *args) for rank in range(n)], chunksize=1)
+
+
+def take_settings(*settings):
+    """What such a process does first."""
+    global device, dtype, rounds
+    device, dtype, rounds = settings
 
 
 def peak(*args):
-    """Bytes at most in use while a process of its own takes three steps of training_step(*args)."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(take_three, ((device, dtype), *args))
+    """GiB at most in use while a process of its own takes three steps of training_step(*args)."""
+    return in_processes(1, take_three, *args)[0] / 2**30
 
 
-def take_three(machine, *args):
+def take_three(_, *args):
     """What that process does."""
-    global device, dtype
-    device, dtype = machine
     step = training_step(*args)
     for _ in range(3):
         step()
     return peak_memory(device)
 
 
-def one_of_two(rank, port, machine, config, tokens):
-    """ms of steps that rank 0 does alone and that both share, in turns, a thread each; bytes it sends in the last."""
-    global device, dtype
-    device, dtype, rounds = machine
+def one_of_two(rank, port, config, tokens):
+    """{name: milliseconds in each round} of steps that rank 0 takes alone and that both share, a thread each."""
+    global device
     torch.set_num_threads(1)
     os.environ |= {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost",
                    "MASTER_PORT": f"{port}"}
     join_processes()
     device, _ = choose_device(device.split(":")[0], "auto", rank)
-    sent, all_to_all = Counter(), dist.all_to_all_single
-
-    def counted(taken, given, takes, gives):
-        sent["rows"] += given.nbytes - gives[rank] * given[:1].nbytes  # but what it gives itself
-        all_to_all(taken, given, takes, gives)
-
-    def counted_bucket(_, bucket):
-        sent["dense"] += bucket.buffer().nbytes  # a ring: twice (world - 1) / world of it
-        return allreduce_hook(None, bucket)
 
     def replicated(config):
-        model = DistributedDataParallel(GPT(config, dtype).to(device), gradient_as_bucket_view=True)
-        model.register_comm_hook(None, counted_bucket)
-        return model
+        return DistributedDataParallel(GPT(config, dtype).to(device), gradient_as_bucket_view=True)
 
-    dist.all_to_all_single = counted
     alone = training_step(config, tokens, batch=text_batch) if rank == 0 else None
-    both = training_step(config, tokens, replicated, SummedTables, two_text_batches, rank)
-    times = {"one process": [], "two processes": []}
-    for _ in range(rounds + 1):
-        if rank == 0:
-            times["one process"].append(time_of(alone))
-        total(0)  # the other waits
-        sent.clear()
-        times["two processes"].append(time_of(both))
-    return {name: ms[1:] for name, ms in times.items()}, sent
+    both = training_step(config, tokens, replicated, sharded_tables, two_text_batches, rank)
+    turns = [(total(time_of(alone) if rank == 0 else 0), time_of(both)) for _ in range(rounds + 1)]  # total: 1 waits
+    return dict(zip(("one process", "two processes"), zip(*turns[1:])))
 
 
-def step_bytes(config, ids):
-    """Bytes that a rank sends in a step on ids (world, B, T), on average, there and back, each rank a batch of its own.
+def train_with(batch, **kinds):
+    """The times of training with kinds of tables, a third of the layers STEM, and what a step of each moves."""
+    steps = {name: training_step(shape(384, 6, 50257, 3), 2048, GPT, make, batch) for name, make in kinds.items()}
+    return take_turns(**steps), {name: step().moved for name, step in steps.items()}
 
-    rows: here, those of its distinct ids that it does not own. replicas: all-reduced, those of all ranks' distinct
-    ids. split: tables split along d_ff give and take (world - 1) / world of a row for each token. dense: DDP.
-    """
-    world, row = len(ids), 4 * math.prod(config.table_shape[1:])
-    not_owned = [(part.unique() % world != rank).sum().item() for rank, part in enumerate(ids)]
-    with torch.device("meta"):
-        dense = 4 * GPT(config).active_parameters()
-    share = 2 * (world - 1) / world
-    return {"rows": 2 * row * sum(not_owned) / world, "replicas": share * row * len(ids.unique()),
-            "split": share * row * ids[0].numel(), "dense": share * dense}
+
+def report_moved(name, moved, ms):
+    """What a step with tables in host memory moves and waits for."""
+    for what in ("rows", "hot", "early"):
+        report(f"{name}: {what} of 2,048 tokens", moved[what])
+    report(f"{name}: up and down a step", (moved["bytes_up"] + moved["bytes_down"]) / 2**20, "MiB")
+    report(f"{name}: fetch waited", moved["host_stall_ms"], "ms")
+    if device.startswith("cuda"):
+        report(f"{name}: the device waited", moved["device_stall_ms"], "ms")
+        report(f"{name}: of a step", moved["device_stall_ms"] / statistics.median(ms), goal="below 0.05")
+
+
+def pinned_copy():
+    """What the machine's link can do, beside the offloaded steps' bytes over their time."""
+    host, there = torch.empty(2**26, pin_memory=True), torch.empty(2**26, device=device)
+    ways = {"up": (there, host), "down": (host, there)}
+    times = take_turns(**{way: lambda to=to, of=of: to.copy_(of, non_blocking=True) for way, (to, of) in ways.items()})
+    for way, ms in times.items():
+        report(f"pinned copy {way}", 2**28 / 1e6 / statistics.median(ms), "GB/s")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -359,7 +357,7 @@ def training():
 def memory():
     for name, stem_every in (("dense", 0), ("stem", 1)):
         config = shape(512, 12, 8192, stem_every)
-        small, large = (peak(config, tokens) / 2**30 for tokens in (1024, 4096))
+        small, large = (peak(config, tokens) for tokens in (1024, 4096))
         report(f"{name}, 1,024 tokens", small, "GiB")
         report(f"{name}, 4,096 tokens", large, "GiB")
         fit = 1024 + 3072 * (memory_limit - small) / (large - small)
@@ -376,9 +374,9 @@ def embedding():
     config = shape(384, 6, 50257, 1)
     times = take_turns(embedding=training_step(config, 256, GPT, EmbeddingTables), stem=training_step(config, 256))
     report("stem over nn.Embedding", ratio(times, "embedding", "stem"), goal="at least 1.8")
-    ours, theirs = peak(config, 256), peak(config, 256, GPT, EmbeddingTables)
-    report("peak memory, nn.Embedding", theirs / 2**30, "GiB")
-    report("peak memory, stem", ours / 2**30, "GiB")
+    theirs, ours = (peak(config, 256, GPT, kind) for kind in (EmbeddingTables, trained_tables))
+    report("peak memory, nn.Embedding", theirs, "GiB")
+    report("peak memory, stem", ours, "GiB")
     report("peak memory, stem over nn.Embedding", ours / theirs, goal="at most 0.85")
 
 
@@ -391,115 +389,30 @@ def tables():
 
 
 def decode():
-    runs = {f"{name}_{how}": generation(stem_every, how == "cached")
-            for name, stem_every in (("dense", 0), ("stem", 1)) for how in ("uncached", "cached")}
-    times = take_turns(**runs)
-    report("KV cache over none, stem", ratio(times, "stem_uncached", "stem_cached"), goal="at least 5")
-    report("stem over dense, cached", ratio(times, "dense_cached", "stem_cached"), goal="at least 1.0")
+    times = take_turns(**{f"{name} {how}": generation(stem_every, how == "cached")
+                          for name, stem_every in (("dense", 0), ("stem", 1)) for how in ("uncached", "cached")})
+    report("KV cache over none, stem", ratio(times, "stem uncached", "stem cached"), goal="at least 5")
+    report("stem over dense, cached", ratio(times, "dense cached", "stem cached"), goal="at least 1.0")
 
 
 def offload():
-    config = shape(384, 6, 50257, 3)
     for name, batch in (("text", text_batch), ("uniform ids", functools.partial(random_batch, exponent=0.0))):
-        kinds = {"resident": trained_tables, "offloaded": host_tables}
-        runs = {kind: training_step(config, 2048, GPT, make, batch) for kind, make in kinds.items()}
-        times = take_turns(**runs)
-        report(f"{name}: offloaded over resident, ms", 1 / ratio(times, "resident", "offloaded"), goal="at most 1.10")
-        tables, rows = runs["offloaded"]()
-        moved, R = tables.moved, rows[0].numel()
-        assert moved["bytes_up"] == rows.size(0) * R * dtype.itemsize, "not the formula's bytes up"
-        assert moved["bytes_down"] == rows.size(0) * R * 4, "not the formula's bytes down"
-        for what in ("rows", "early"):
-            report(f"{name}: {what} of 2,048 tokens", moved[what])
-        report(f"{name}: up and down a step", (moved["bytes_up"] + moved["bytes_down"]) / 2**20, "MiB")
-        report(f"{name}: fetch waited", moved["host_stall_ms"], "ms")
-        if device.startswith("cuda"):
-            report(f"{name}: the device waited", moved["device_stall_ms"], "ms")
-            share = moved["device_stall_ms"] / statistics.median(times["offloaded"])
-            report(f"{name}: of a step", share, goal="below 0.05")
+        times, moved = train_with(batch, resident=trained_tables, offloaded=host_tables)
+        report(f"{name}: offloaded over resident, ms", ratio(times, "offloaded", "resident"), goal="at most 1.10")
+        report_moved(name, moved["offloaded"], times["offloaded"])
     for n in (1, 8):
         times = take_turns(resident=generation(3, n=n), offloaded=generation(3, make_tables=frozen_tables, n=n))
-        report(f"decoding {n}: offloaded over resident, ms", 1 / ratio(times, "resident", "offloaded"))
+        report(f"decoding {n}: offloaded over resident, ms", ratio(times, "offloaded", "resident"))
     if device.startswith("cuda"):
         pinned_copy()
 
 
-def pinned_copy():
-    """What the machine's link can do, beside the offloaded steps' bytes over their time."""
-    host, there = torch.empty(2**26, pin_memory=True), torch.empty(2**26, device=device)
-    ways = {"up": (there, host), "down": (host, there)}
-    times = take_turns(**{way: lambda to=to, of=of: to.copy_(of, non_blocking=True) for way, (to, of) in ways.items()})
-    for way, ms in times.items():
-        report(f"pinned copy {way}", 2**28 / 1e6 / statistics.median(ms), "GB/s")
-
-
-def lfu(steps, V, K):
-    """(hot rows, swaps, bytes a number) of each step, of this project's cache, started as train.py does."""
-    tables, counts = HostTables(V, 1, 1, None, max_rows=V, cache_rows=K), []  # rows of a single number
-    tables.warm_start(steps[:100])
-    for ids in steps:
-        plan = tables.plan(ids)
-        rows = tables.fetch(plan)
-        rows.grad = torch.zeros_like(rows)
-        tables.update(plan, rows, 0.0)
-        moved = tables.moved
-        counts.append((moved["hot"], moved["swaps"], moved["bytes_up"] + moved["bytes_down"]))
-    return counts
-
-
-def lru(steps, K):
-    """The same of a cache that takes in each row it misses, for the one that was not used for the longest time."""
-    cache, counts = OrderedDict(), []
-    for ids in map(torch.Tensor.tolist, steps):
-        hot = sum(token in cache for token in ids)
-        taken = min(K, len(ids) - hot)
-        cache |= dict.fromkeys(ids)
-        for token in ids:
-            cache.move_to_end(token)
-        while len(cache) > K:
-            cache.popitem(last=False)
-        counts.append((hot, taken, 24 * taken + 8 * (len(ids) - hot - taken)))
-    return counts
-
-
-def top(steps, uses, K):
-    """The same of the K tokens with the most uses, which never change."""
-    kept = torch.zeros(len(uses), dtype=torch.bool)
-    kept[uses.topk(K).indices] = True
-    return [(int(kept[ids].sum()), 0, 8 * int((~kept[ids]).sum())) for ids in steps]
-
-
 def cache():
-    for name in ("shakespeare", "facts"):
-        data = open_dataset(name, 64, 0)
-        V, steps = data.tokenizer.vocab_size, [data.get_batch("train", step, 8)[0].unique() for step in range(1000)]
-        corpus = torch.from_numpy(data.tokens("train").astype("int64")).bincount(minlength=V)
-        presence = torch.cat(steps).bincount(minlength=V)
-        total = sum(map(len, steps))
-        report(f"{name}: distinct of 512 tokens", total / len(steps), "rows")
-        for share in (0.01, 0.05, 0.25):
-            K = round(share * int((corpus > 0).sum()))
-            counts = {"lfu": lfu(steps, V, K), "lru": lru(steps, K), "top of the text": top(steps, corpus, K),
-                      "top of these steps": top(steps, presence, K)}
-            for way, count in counts.items():
-                hot, swaps, moved = map(sum, zip(*count))
-                report(f"{name}, {K} rows, {way}: hit rate", hot / total)
-                report(f"{name}, {K} rows, {way}: swaps a step", swaps / len(steps))
-                report(f"{name}, {K} rows, {way}: bytes over no cache's", moved / (8 * total))
-    config = shape(384, 6, 50257, 3)
-    kinds = {"offloaded": host_tables, "cached": functools.partial(host_tables, cache_rows=560)}
-    runs = {kind: training_step(config, 2048, GPT, make, text_batch) for kind, make in kinds.items()}
-    times = take_turns(**runs)
-    report("training with 560 cached rows over without, ms", 1 / ratio(times, "offloaded", "cached"))
-    for kind, run in runs.items():
-        tables, rows = run()
-        moved, R = tables.moved, rows[0].numel()
-        bytes_up = R * ((moved["rows"] - moved["hot"]) * dtype.itemsize + 12 * moved["swaps"])
-        assert moved["bytes_up"] == bytes_up, "not the formula's bytes up"
-        report(f"{kind}: hot of {moved['rows']} rows", moved["hot"])
-        report(f"{kind}: up and down a step", (moved["bytes_up"] + moved["bytes_down"]) / 2**20, "MiB")
-        if device.startswith("cuda"):
-            report(f"{kind}: the device waited", moved["device_stall_ms"], "ms")
+    with_cache = functools.partial(host_tables, cache_rows=560)
+    times, moved = train_with(text_batch, offloaded=host_tables, cached=with_cache)
+    report("training with 560 cached rows over without, ms", ratio(times, "cached", "offloaded"))
+    for name in times:
+        report_moved(name, moved[name], times[name])
 
 
 @torch.no_grad()
@@ -521,34 +434,20 @@ def int8():
         report(f"rows in memory, {name}", (tables.host.weight.nbytes + tables.scale.nbytes) / 2**20, "MiB")
     times = take_turns(fp32=generation(3, make_tables=frozen_tables),
                        int8=generation(3, make_tables=functools.partial(frozen_tables, int8=True)))
-    report("generating, int8 over fp32, ms", 1 / ratio(times, "fp32", "int8"))
+    report("generating, int8 over fp32, ms", ratio(times, "int8", "fp32"))
 
 
 def shard():
-    config = shape(384, 6, 50257, 3)
     with socket.socket() as s:
         s.bind(("localhost", 0))
         port = s.getsockname()[1]
-    with multiprocessing.get_context("spawn").Pool(2) as pool:
-        ranks = [(rank, port, (device, dtype, rounds), config, 2048) for rank in range(2)]
-        (times, sent), (_, others) = pool.starmap(one_of_two, ranks, chunksize=1)
-    for name, ms in times.items():
-        report(f"{name}, 2,048 tokens", statistics.median(ms), "ms", spread=[min(ms), max(ms)])
+    times = report_times(in_processes(2, one_of_two, port, shape(384, 6, 50257, 3), 2048)[0])
     report("speed-up of two processes", ratio(times, "one process", "two processes"))
-    formula = step_bytes(config, two_text_batches(config, 8, rounds)[0])  # that of the last round
-    for name in ("rows", "dense"):
-        assert formula[name] == (sent[name] + others[name]) / 2, f"not the formula's bytes: {name}"
-        report(f"2 processes, 2,048 tokens: {name}, counted", formula[name] / 2**20, "MiB")
-    ids = text_batch(config, 64, 0)[0]
-    report("distinct of 16,384 tokens", len(ids.unique()))
-    for world in (1, 2, 4, 8, 16, 32, 64):
-        for name, size in step_bytes(config, ids.unflatten(0, (world, -1))).items():
-            report(f"{world} processes, 16,384 tokens: {name}", size / 2**20, "MiB")
 
 
+# ---------------------------------------------------------------------------------------------------------------------
 SECTIONS = {f.__name__: f for f in (training, memory, plain, embedding, tables, decode, offload, cache, int8, shard)}
-NEEDS = {"int8": lambda: checkpoint.load(out_dir)}
-NEEDS |= dict.fromkeys(("offload", "cache", "shard"), lambda: shakespeare(256))
+NEEDS = {"offload": shakespeare, "cache": shakespeare, "shard": shakespeare, "int8": lambda: checkpoint.load(out_dir)}
 
 if __name__ == "__main__":
     configure(globals(), minimum={"rounds": 1})

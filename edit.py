@@ -30,13 +30,13 @@ from typing import NamedTuple
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # beside another busy process, threads that spin crawl
 
 import torch
-import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 import checkpoint
 from configurator import arguments
 from data.loader import open_dataset
 from device import choose_device
+from look import compare, inspect_rows, look, pieces
 from stem import Plan
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -53,7 +53,7 @@ max_new_tokens = 8  # of the likeliest continuation to show
 eval = False  # edit many pairs of names and ask all there is to ask
 pairs = 200  # of names in an evaluation, at most, for each way that their lengths can differ
 split = "test"  # half of the entities to draw them from: dev to choose settings by, test to report
-seed = 1  # of halves and pairs
+seed = 1  # of halves and pairs, and of the rows to inspect
 dataset = ""  # whose questions to ask; empty = what the model was trained on
 json = ""  # file for the evaluation's figures, too
 inspect = ""  # a name whose rows to look at, and how far the rows of each table spread
@@ -266,73 +266,6 @@ def evaluate(exam, stem_layers):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What there is to see, before and after, or in the rows.
-
-
-def pieces(tokenizer, ids):
-    """Tokens in quotes: in byte pairs ' Spain' is not 'Spain'."""
-    return " + ".join(repr(tokenizer.decode([i])) for i in ids) or "nothing"
-
-
-def look(model, tables, tokenizer, ids):
-    """What comes after ids: log-probabilities of the next token, (V,), and the likeliest text."""
-    x, new = torch.tensor([ids]), []
-    plan, device = tables.plan(x), model.wte.weight.device
-    with torch.no_grad():
-        logits = model(x.to(device), tables.fetch(plan), plan.inv.to(device))[0, -1, : tokenizer.vocab_size].cpu()
-    for token in model.generate(tables, x, max_new_tokens, 0, 0, tokenizer.end_id, tokenizer.vocab_size):
-        new.append(token.item())
-    return logits.log_softmax(dim=0), tokenizer.decode(ids + new)
-
-
-def compare(tokenizer, before, after):
-    """Print what look() saw, side by side."""
-    columns = [[f"{pieces(tokenizer, [i])[:18]:18} {'█' * round(12 * p):12} {p:6.1%}"
-                for p, i in zip(*(x.tolist() for x in log_p.exp().topk(min(5, len(log_p)))))]
-               for log_p, _ in (before, after)]
-    print(*(f"{b}   {a}" for b, a in zip([f"{'before':38}", *columns[0]], ["after", *columns[1]])), sep="\n")
-    kl = F.kl_div(after[0], before[0], reduction="sum", log_target=True).clamp_min(0)
-    print(f"KL(before, after) {kl:.3f} nats\n"
-          f"before: {before[1]}\nafter:  {after[1]}")
-
-
-def spread(label, rows):
-    """Print how the cosines of all pairs of rows, (N, M), are distributed."""
-    rows = F.normalize(rows)
-    cos = (rows @ rows.T)[torch.ones(len(rows), len(rows)).triu(1) > 0].clamp(-1, 1)
-    share = cos.histc(40, -1, 1) / cos.histc(40, -1, 1).max()
-    graph = "".join(" ▁▂▃▄▅▆▇█"[i] for i in (8 * share).ceil().int().tolist())
-    print(f"{label:26} {cos.abs().quantile(0.95):.3f}  |{graph}|")
-
-
-@torch.no_grad()
-def inspect_rows(model, tables, tokenizer, ids, dense=None):
-    """Print the nearest rows, norms and updates of ids, and how a table's rows spread; dense: a model to compare."""
-    weight, count = (tables.state_dict()[name] for name in ("weight", "count"))
-    met = count.nonzero()[:, 0]
-    if len(met) < 2:
-        raise ValueError("the rows of this checkpoint have not been trained")
-    for i in ids:
-        print(f"{pieces(tokenizer, [i])}, {count[i]:,} updates")
-        for s, layer in enumerate(model.config.stem_layers):
-            row, others = weight[i, s].cpu(), weight[met[met != i], s].cpu()
-            near = zip(*(x.tolist() for x in F.cosine_similarity(others, row[None]).topk(min(5, len(others)))))
-            names = ", ".join(f"{pieces(tokenizer, [met[met != i][j].item()])} {cos:.2f}" for cos, j in near)
-            print(f"  layer {layer}: norm {row.norm():.2f} (mean {others.norm(dim=1).mean():.2f}); nearest {names}")
-    some = met[torch.randperm(len(met), generator=torch.Generator().manual_seed(seed))[:2000]]  # 2 M pairs
-    print(f"{f'cosines of {len(some):,} rows':26} P95 of |cos|, and from -1 to 1; the paper has 0.026 to 0.033")
-    for s, layer in enumerate(model.config.stem_layers):
-        spread(f"  table of layer {layer}", weight[some, s].cpu())
-    spread("  random rows", torch.randn(len(some), model.config.d_ff))
-    for layer in model.config.stem_layers if dense else ():
-        ups, up = [], dense.blocks[layer].ffn.w_up
-        with up.register_forward_hook(lambda module, x, y, ups=ups: ups.append(y[:, 0].float().cpu())):
-            x = some[:, None].to(dense.wte.weight.device)  # each token alone: W_u x depends on what was before
-            dense(x, x.new_empty(len(x), 0, 0), x)
-        spread(f"  W_u x of dense layer {layer}", ups[0])
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 if __name__ == "__main__":
     asked = arguments(globals(), minimum={"pairs": 1})
     globals().update(asked)
@@ -368,7 +301,7 @@ if __name__ == "__main__":
         shapes = [(m.config.vocab_size, m.config.n_layer) for m in (model, dense or model)]
         if dense and (dense.config.stem_layers or shapes[0] != shapes[1]):
             raise SystemExit(f"{twin} is no dense model of the same vocabulary and as many layers")
-        inspect_rows(model, tables, tokenizer, tokenizer.encode(inspect), dense)
+        inspect_rows(model, tables, tokenizer, tokenizer.encode(inspect), dense, seed)
         raise SystemExit
 
     if not (prompt or save):
@@ -393,9 +326,9 @@ if __name__ == "__main__":
              for s, t in zip(edit.source.tolist(), edit.target.tolist()))
     print(f"prompt: {text}\nedit:   {', '.join(reads)}; {how}, by {way}, layers {layers} of {', '.join(there)}")
     if prompt:
-        before = look(model, tables, tokenizer, asked)
+        before = look(model, tables, tokenizer, asked, max_new_tokens)
         with edited(tables, ids, by, *settings) if way == "rows" else nullcontext():
-            after = look(model, seen, tokenizer, asked)
+            after = look(model, seen, tokenizer, asked, max_new_tokens)
         compare(tokenizer, before, after)
     if save:
         write_edit(tables, edit)

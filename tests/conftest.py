@@ -4,7 +4,9 @@ import os
 
 os.environ["OMP_WAIT_POLICY"] = "passive"  # beside another busy process, threads that spin make a step 30 times slower
 
+import json
 import runpy
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -79,13 +81,22 @@ def script(monkeypatch, tmp_path, capsys):
 
 
 @pytest.fixture(scope="session")
-def facts(tmp_path_factory):
+def all_facts(tmp_path_factory):
     """A folder with a small facts dataset."""
     folder = tmp_path_factory.mktemp("facts")
     argv, hook = sys.argv, sys.excepthook
     sys.argv = ["prepare.py", "--towns=3", "--repeats=2", f"--folder={folder}"]
     runpy.run_path(str(ROOT / "data/facts/prepare.py"), run_name="__main__")
     sys.argv, sys.excepthook = argv, hook
+    return folder
+
+
+@pytest.fixture(scope="session")
+def facts(all_facts, tmp_path_factory):
+    """A copy with a few of its questions, in all wordings: asking all would take longer than a tiny training."""
+    folder = shutil.copytree(all_facts, tmp_path_factory.mktemp("few") / "facts")
+    questions = json.loads((folder / "questions.json").read_text())
+    (folder / "questions.json").write_text(json.dumps(questions[::97]))
     return folder
 
 

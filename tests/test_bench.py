@@ -48,24 +48,6 @@ def test_random_ids_are_as_frequent_as_words_or_equally():
     assert words[0] > 3 * uniform[0] and uniform.max() < 30
 
 
-def test_caches_hit_what_they_say():
-    """Two slots. Of the tokens 1 to 3, 1 is in every step; a cache that takes in each row it misses loses it to 3."""
-    steps = [torch.tensor(ids) for ids in ([1, 2], [1, 2], [1, 3], [2, 3], [1])]
-    assert bench.lru(steps, 2) == [(0, 2, 48), (2, 0, 0), (1, 1, 24), (1, 1, 24), (0, 1, 24)]
-    top = bench.top(steps, torch.tensor([0, 4, 3, 2]), 2)
-    assert top == [(2, 0, 0), (2, 0, 0), (1, 0, 8), (1, 0, 8), (1, 0, 0)]
-    assert bench.lfu(steps * 100, 4, 2) == top * 100
-
-
-def test_the_bytes_of_a_step_are_those_of_a_case_by_hand():
-    """Ranks 0 and 1 own even and odd ids. Each lacks one id of its own two or three; there are four in all."""
-    config = bench.shape(64, 2, 50, 1)
-    row = 4 * config.d_ff
-    sent = bench.step_bytes(config, torch.tensor([[[0, 1, 2]], [[2, 2, 3]]]))
-    assert (sent["rows"], sent["replicas"], sent["split"]) == (2 * row, 4 * row, 3 * row)
-    assert sent["dense"] == 4 * GPT(config).active_parameters()
-
-
 def test_a_section_that_is_none_is_refused(script):
     with pytest.raises(SystemExit, match="no section nosuch; there are training, memory"):
         script("bench.py", "--only=nosuch")

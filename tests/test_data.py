@@ -161,16 +161,16 @@ def documents(folder, split):
     return Tokenizer(meta).decode(ids.tolist()).split(END)[1:]
 
 
-def test_facts_are_the_same_bytes_each_time(script, facts, tmp_path):
+def test_facts_are_the_same_bytes_each_time(script, all_facts, tmp_path):
     script("data/facts/prepare.py", "--towns=3", "--repeats=2", f"--folder={tmp_path / 'again'}")
     for name in ("train.bin", "val.bin", "meta.json", "questions.json"):
-        assert (facts / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
+        assert (all_facts / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
 
 
-def test_every_fact_is_stated_and_its_held_out_wording_never(facts):
+def test_every_fact_is_stated_and_its_held_out_wording_never(all_facts):
     """Sentences of trained wordings are there, those of the held-out ones are not."""
-    questions = json.loads((facts / "questions.json").read_text())
-    text = "".join(documents(facts, "train") + documents(facts, "val"))
+    questions = json.loads((all_facts / "questions.json").read_text())
+    text = "".join(documents(all_facts, "train") + documents(all_facts, "val"))
     sentences = Counter(sentence.strip() for sentence in text.split(" ."))
     stated = {(q["entity"], q["attribute"]): 0 for q in questions}
     for q in questions:
@@ -182,19 +182,19 @@ def test_every_fact_is_stated_and_its_held_out_wording_never(facts):
     assert sum(n > 0 for n in stated.values()) > 0.85 * len(stated)  # the fourth wording names the answer first
 
 
-def test_every_fact_is_in_train_at_least_repeats_times(facts):
+def test_every_fact_is_in_train_at_least_repeats_times(all_facts):
     """Two repeats of 142 entities in documents of four sentences: 6 attributes fill two documents, 8 fill two."""
-    docs = documents(facts, "train")
+    docs = documents(all_facts, "train")
     assert len(docs) == 2 * 2 * 142 and sum(d.count(" .") for d in docs) == 2 * (139 * 6 + 3 * 8)
 
 
-def test_train_and_val_share_no_document(facts):
-    train, val = documents(facts, "train"), documents(facts, "val")
+def test_train_and_val_share_no_document(all_facts):
+    train, val = documents(all_facts, "train"), documents(all_facts, "val")
     assert val and not set(train) & set(val)
 
 
-def test_spain_is_asked(facts):
-    questions = json.loads((facts / "questions.json").read_text())
+def test_spain_is_asked(all_facts):
+    questions = json.loads((all_facts / "questions.json").read_text())
     assert any(q["prompt"] == "The capital of Spain is" and q["answer"] == "Madrid" for q in questions)
     assert any(q["answer"] == "Buenos Aires" for q in questions)  # answers of several words
 
@@ -220,9 +220,9 @@ def test_facts_that_cannot_be_made_are_refused(script, tmp_path, flag):
     assert not (tmp_path / "none").exists()
 
 
-def test_recall_counts_whole_answers(facts):
+def test_recall_counts_whole_answers(all_facts):
     """A model that always says what an oracle knows recalls everything; one that errs in a last word does not."""
-    tokenizer = Dataset(facts, 8).tokenizer
+    tokenizer = Dataset(all_facts, 8).tokenizer
     questions = [
         {"prompt": f"The capital of {e} is", "answer": a, "template_seen": s}
         for e, a, s in (
@@ -249,8 +249,8 @@ def test_recall_counts_whole_answers(facts):
     assert recall(Oracle(Lima="Madrid"), None, tokenizer, questions) == {"recall": 1.0, "recall_unseen": 0.5}
 
 
-def test_recall_of_a_real_model_is_a_share(facts):
-    data = Dataset(facts, 16)
+def test_recall_of_a_real_model_is_a_share(all_facts):
+    data = Dataset(all_facts, 16)
     model, tables = tiny_model(vocab_size=data.tokenizer.vocab_size)
     assert 0 <= recall(model, tables, data.tokenizer, data.questions[:100])["recall"] < 0.5
 

@@ -18,12 +18,16 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from conftest import ROOT
+from conftest import ROOT, tiny_config
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
 
 import checkpoint
 import data.loader
 import device
+import traffic
 from device import choose_device, join_processes, total
 from model import GPT
 from offload import HostTables
@@ -170,6 +174,37 @@ def test_the_verbs_give_what_one_process_gives(tmp_path, kind, world):
         torch.testing.assert_close(f["written"], whole["weight"], **bits)
 
 
+def send(config, ids):
+    """Bytes that this rank gives the others in a step on ids (world, B, T): of rows, and of DDP's gradients."""
+    rank, world, _ = join_processes()
+    sent, all_to_all = {"here": 0, "dense": 0}, dist.all_to_all_single
+
+    def counted(taken, given, takes, gives):
+        sent["here"] += given.nbytes - gives[rank] * given[:1].nbytes  # but what it gives itself
+        all_to_all(taken, given, takes, gives)
+
+    def counted_bucket(_, bucket):
+        sent["dense"] += 2 * (world - 1) / world * bucket.buffer().nbytes  # a ring
+        return allreduce_hook(None, bucket)
+
+    dist.all_to_all_single = counted
+    tables, model = ShardedTables(StemTables, *config.table_shape, 0.5), DistributedDataParallel(GPT(config))
+    model.register_comm_hook(None, counted_bucket)
+    plan = tables.plan(ids)
+    rows = tables.fetch(plan)
+    model(ids[rank], rows, plan.inv[rank], ids[rank]).backward()
+    tables.reduce(plan, rows)
+    return sent
+
+
+def test_what_is_sent_is_what_traffic_counts(tmp_path):
+    config = tiny_config(n_layer=2)
+    ids = torch.randint(50, (2, 3, 16), generator=torch.Generator().manual_seed(0))
+    counted, sent = traffic.step_bytes(config, ids), on_ranks(2, tmp_path, send, config, ids)
+    assert sum(rank["here"] for rank in sent) / 2 == counted["here"] > 0
+    assert all(rank["dense"] == counted["dense"] for rank in sent)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # train.py.
 
@@ -180,9 +215,8 @@ SMALL = ("--device=cpu --batch_size=2 --block_size=16 --n_layer=2 --n_embd=16 --
 
 def train(*runs):
     """Runs of train.py one after another, each a list of flags; what dense weights each ended with on this rank."""
-    ask, init, made, ended = data.loader.recall, GPT.__init__, [], []
+    init, made, ended = GPT.__init__, [], []
     device.join_processes = functools.cache(join_processes)  # the first run's, for all
-    data.loader.recall = lambda model, tables, tokenizer, questions: ask(model, tables, tokenizer, questions[:8])
     GPT.__init__ = lambda self, *args: (made.append(self), init(self, *args))[1]
     for flags in runs:
         sys.argv = ["train.py", *flags]

@@ -409,12 +409,12 @@ def test_a_fresh_copy_makes_its_facts_from_anywhere(tmp_path, monkeypatch, scrip
         shutil.copy(file, tmp_path / "my copy")
     (tmp_path / "else").mkdir()
     monkeypatch.chdir(tmp_path / "else")
-    args = ["config/stem_small.py", "--max_iters=1", "--eval_iters=1", "--out_dir=o", "--device=cpu"]
+    args = ["config/stem_small.py", "--max_iters=1", "--eval_iters=1", "--n_embd=16", "--out_dir=o", "--device=cpu"]
     run = subprocess.run([sys.executable, "../my copy/train.py", *args], capture_output=True, text=True, timeout=120)
     assert run.returncode == 0 and "facts about" in run.stdout, run.stderr
     assert (tmp_path / "my copy/data/facts/train.bin").exists() and (tmp_path / "else/o/best.pt").exists()
     (tmp_path / "else/mine").symlink_to(tmp_path / "my copy/data/facts")
-    script("train.py", "--dataset=mine", "--max_iters=1", "--eval_iters=1", "--device=cpu")  # a path from here
+    script("train.py", "--dataset=mine", "--dry_run=True")  # a path from here
 
 
 def test_resuming_a_finished_run_only_evaluates(train, script):
@@ -572,9 +572,7 @@ def test_float16_clips_what_float32_clips(train):
 # Stopping.
 
 
-@pytest.mark.parametrize(
-    "stop, offload", [(signal.SIGINT, False), (signal.SIGTERM, False), (signal.SIGINT, True)]
-)
+@pytest.mark.parametrize("stop, offload", [(signal.SIGTERM, False), (signal.SIGINT, True)])
 def test_an_interrupt_saves_a_whole_step_and_can_be_resumed(facts, tmp_path, stop, offload, script):
     """Rows, too, have been updated once for every step they were drawn in; no thread keeps the process alive."""
     args = [
