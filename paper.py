@@ -24,8 +24,8 @@ from data.writer import replace
 HERE = Path(__file__).resolve().parent
 DENSE, HASH, GATE, ADD, HYBRID = "dense", "Hash-MoE", "gate", "add", "hybrid"
 THIRD, HALF, FULL, EVERY = "STEM-1/3", "STEM-1/2", "STEM-full", "every layer"  # full leaves layer 0 dense
-FACTS, HAY = "facts200", "facts50"  # 8 facts about each of 200 invented towns; what needles are hidden in
-TOWNS = [12, 50, 200, 400]
+FACTS = "facts200"  # 8 facts about each of 200 invented towns
+TOWNS = [12, 50, 100, 200, 400]
 WINDOW = 100  # steps before, whose mean and deviation say what a spike is
 NEEDLES, COPIES = [f"needle {n}" for n in (128, 256, 512, 1024)], [f"copy {n}" for n in (4, 8, 16)]
 

@@ -43,7 +43,7 @@ TRAIN = HERE / "train.py"
 SHAPE = {"n_layer": 4, "n_head": 2, "n_embd": 32, "d_ff": 96, "batch_size": 16, "block_size": 32, "max_iters": 2000,
          "eval_interval": 0, "device": "cpu"}
 SETTINGS = {"facts": SHAPE, "plays": SHAPE | {"max_iters": 800},
-            "needle": SHAPE | {"max_iters": 800, "n_embd": 64, "d_ff": 192, "batch_size": 1, "block_size": 1024}}
+            "needle": SHAPE | {"max_iters": 800, "batch_size": 1, "block_size": 1024}}
 VARIANTS = {"dense": {"stem_every": 0}, "Hash-MoE": {"stem_every": 3, "stem_variant": "hash"},
             "STEM-1/3": {"stem_every": 3}, "STEM-1/2": {"stem_every": 2}, "STEM-full": {"stem_every": 1},
             "gate": {"stem_every": 3, "stem_variant": "gate"}, "add": {"stem_every": 3, "stem_variant": "add"},
@@ -93,7 +93,6 @@ def made(data):
     folder, (name, towns) = Path(out_dir, "data", data), re.fullmatch(r"(\D+)(\d*)", data).groups()
     if not (folder / "meta.json").is_file() and folder not in failed:
         flags = ["--countries=0", f"--towns={towns}"] if towns else []
-        flags += [f"--source={made(paper.HAY)}"] if data == "needle" else []
         prepare = HERE / "data" / name / "prepare.py"
         if subprocess.run([sys.executable, prepare, f"--folder={folder}", *flags]).returncode:
             failed[folder] = "could not be made, for the reason above"
