@@ -88,6 +88,48 @@ def test_a_batch_is_a_function_of_seed_split_and_step(tmp_path):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Some of the tokens.
+
+
+def test_the_most_frequent_tokens_are_those_of_a_count(facts):
+    """Whatever the order among equals: none left out is more frequent."""
+    data = Dataset(facts, 8)
+    count = np.bincount(data.tokens("train"), minlength=data.tokenizer.vocab_size)
+    for n in (1, 7, len(count)):
+        ids = data.choose(f"frequent:{n}").numpy()
+        assert len(set(ids)) == n and (np.diff(ids) > 0).all()
+        assert count[ids].min() >= np.delete(count, ids).max(initial=0)
+    assert torch.equal(data.choose("all"), torch.arange(len(count)))
+
+
+def test_a_file_of_words_names_all_their_tokens(facts, tmp_path):
+    data = Dataset(facts, 8)
+    (tmp_path / "w.txt").write_bytes("\ufeffNew Zealand\r\n\r\n  Spain \nNew Zealand".encode())
+    assert data.choose(str(tmp_path / "w.txt")).tolist() == sorted(data.tokenizer.encode("New Zealand Spain"))
+
+
+@pytest.mark.parametrize(
+    "which, words",
+    [
+        ("frequent:0", "an N from 1 to"),
+        ("frequent:9999", "an N from 1 to"),
+        ("frequent:x", "got 'frequent:x'"),
+        ("frequent", "got 'frequent'"),
+        ("nosuch", "all, frequent:N or a file of words, one a line; 'nosuch' is no file"),
+        ("", "'' is no file"),
+        (b" \n\n", "w.txt has no words$"),
+        (b"Spain\nSpian\n\xff" + b"\nz" * 5, "has words that the data do not: Spian, \ufffd, z, z, z and 2 more$"),
+    ],
+)
+def test_tokens_that_are_none_are_refused(facts, tmp_path, which, words):
+    if isinstance(which, bytes):
+        (tmp_path / "w.txt").write_bytes(which)
+    with pytest.raises(ValueError, match=words) as e:
+        Dataset(facts, 8).choose(which if isinstance(which, str) else str(tmp_path / "w.txt"))
+    assert "\n" not in str(e.value)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Folders that are not as they should be.
 
 
