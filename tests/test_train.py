@@ -556,11 +556,14 @@ def test_a_run_of_all_weights_goes_on_with_rows_and_keeps_the_others_moments(bas
         (["--init_from=scratch"], "name its checkpoint by --init_from=PATH"),
         (["--train_only=", "--rows=all"], "set that too"),
         (["--dtype=float16"], "cannot train in float16"),
+        ([], "for one process: leave out torchrun"),
         (["--stem_every=0"], "this one has none"),
         (["--rows=frequent:0"], "from 1 to [0-9]+, the size of the vocabulary; got 'frequent:0'"),
     ],
 )
-def test_rows_that_cannot_be_trained_are_refused_in_one_line(train_rows, flags, words):
+def test_rows_that_cannot_be_trained_are_refused_in_one_line(train_rows, monkeypatch, flags, words):
+    if not flags:
+        monkeypatch.setattr("device.join_processes", lambda: (0, 2, 0))  # as under torchrun
     with pytest.raises((SystemExit, ValueError), match=words) as e:
         train_rows(*flags)
     assert "\n" not in str(e.value) and not Path("out").exists()
