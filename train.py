@@ -56,6 +56,8 @@ init_from = "scratch"  # scratch, resume (out_dir's ckpt.pt), or the path of a c
 eval_only = False  # evaluate what init_from names, train nothing
 dry_run = False  # print parameters, FLOPs and memory, allocate nothing
 seed = 1  # of weights, tables, batches and dropout
+train_only = ""  # rows = table rows alone, of what init_from names; empty = all weights and rows
+rows = "all"  # with train_only=rows, of which tokens: all, frequent:N (in train.bin) or a file of words, one a line
 # data
 dataset = "facts"  # a folder of data/, or the path of one, that a prepare.py has filled
 batch_size = 8  # sequences in a micro-batch
@@ -120,6 +122,11 @@ print("settings    " + (", ".join(f"{name}={value}" for name, value in asked.ite
 for wrong, why in ((min_lr > learning_rate, f"min_lr {min_lr} must be at most learning_rate {learning_rate}"),
                    (max(beta1, beta2) >= 1, f"beta1 and beta2 must be below 1, got {beta1} and {beta2}"),
                    (eval_only and not start, "eval_only needs --init_from=resume or the path of a checkpoint"),
+                   (train_only not in ("", "rows"), f"train_only must be rows or empty, got {train_only!r}"),
+                   (train_only and not start, "train_only=rows goes on with what a model knows: name its checkpoint "
+                    "by --init_from=PATH"),
+                   (train_only and world > 1, "train_only=rows is for one process: leave out torchrun"),
+                   ("rows" in asked and not train_only, "rows says which rows --train_only=rows trains: set that too"),
                    (dense_adamw and (offload or world > 1), "dense_adamw takes all rows at every step: leave out "
                     "--offload, and torchrun"),
                    (asked.get("cache_rows") and not offload, "cache_rows needs --offload=True, tables in host memory"),
@@ -140,6 +147,8 @@ if not (dry_run and vocab_size):
         total(0)
     vocab_size = vocab_size or data.tokenizer.vocab_size
 model_config = GPTConfig(**{field.name: globals()[field.name] for field in dataclasses.fields(GPTConfig)})
+if train_only and not model_config.stem_layers:
+    raise SystemExit("train_only=rows needs a model with table rows, and this one has none: take a STEM checkpoint")
 if start and not dry_run:
     checkpoint.check_fit(start, model_config, data.meta)
 if not dry_run and vocab_size < data.tokenizer.vocab_size:
@@ -147,13 +156,21 @@ if not dry_run and vocab_size < data.tokenizer.vocab_size:
 print_accounting(model_config, batch_size, gradient_accumulation_steps, world, max(0, cache_rows))
 if dry_run:
     sys.exit()
+trained = data.choose(rows) if train_only and not eval_only else None  # ids; `rows` below are those of a step
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Model, tables, optimizers.
 
 device, torch_dtype = choose_device(device, dtype, local_rank if world > 1 else None)
+if train_only and torch_dtype is torch.float16:  # whose loss scale hangs on the dense optimizer's gradients
+    raise SystemExit("train_only=rows cannot train in float16: set --dtype=float32, or bfloat16")
 torch.manual_seed(seed)
-model = GPT(model_config, torch_dtype).to(device)
+model = GPT(model_config, torch_dtype).to(device).requires_grad_(not train_only)
+parameters = [p for p in model.parameters() if p.requires_grad]
+if trained is not None:
+    numbers, stored = len(trained) * math.prod(model_config.table_shape[1:]), sum(model.parameters_by_role().values())
+    print(f"trains      the rows of {len(trained):,} of {vocab_size:,} tokens: {numbers:,} numbers, "
+          f"{numbers / stored:.2%} of the {stored:,} stored")
 # a seed of their own: with that of the weights, of which the CPU takes 32 bits, tables would repeat their numbers
 shape_and_start = (*model_config.table_shape, None if start else model_config.table_std, (beta1, beta2), device,
                    seed + 2**31)
@@ -175,14 +192,13 @@ if start:
 if init_from == "resume":
     state = copy.deepcopy(start["optimizer"].get("state", {}))  # in memory of its own, not mapped from the file
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
-    moments = [(p, optimizer.state[p].get(name)) for p in model.parameters() for name in ("exp_avg", "exp_avg_sq")]
+    moments = [(p, optimizer.state[p].get(name)) for p in parameters for name in ("exp_avg", "exp_avg_sq")]
     if start["step"] and any(m is None or m.shape != p.shape for p, m in moments):  # fused AdamW would not look
         raise SystemExit("the checkpoint lacks moments of some weights; --init_from=PATH goes on with weights alone")
     if start["scaler"]:  # empty unless it was float16
         scaler.load_state_dict(start["scaler"])
     step, seconds, best_val_loss = start["step"], start["seconds"], checkpoint.load(out_dir)["best_val_loss"]
 start = None  # a loaded checkpoint is as large as the model
-parameters = list(model.parameters())
 forward = compiled(model, compile, device)  # model itself keeps its parameters' own names, for checkpoints
 is_compiled, no_sync = forward is not model, contextlib.nullcontext
 if world > 1:  # no device_ids: all inputs are where the model is. Its one buffer is a constant
@@ -262,8 +278,18 @@ def plan_step(x):
     return Plan(torch.arange(vocab_size), x) if dense_adamw else tables.plan(x)
 
 
+def trained_part(plan, rows):
+    """A step's plan and rows as if its other tokens had none, for what comes after the backward pass."""
+    here = torch.isin(plan.ids, trained)
+    part = rows.detach()[here]
+    part.grad = rows.grad[here]
+    return Plan(plan.ids[here], plan.inv), part
+
+
 def apply_gradients(plan, rows, lr, loss):
     """Clip dense and row gradients by their joint norm and step both optimizers, or neither; returns the norm."""
+    if train_only:
+        plan, rows = trained_part(plan, rows)
     scale = scaler.get_scale()  # 1 unless float16
     if scaler.is_enabled():
         scaler.unscale_(optimizer)

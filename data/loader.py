@@ -97,6 +97,32 @@ class Dataset:
         window = torch.from_numpy(tokens[start + np.arange(self.block_size + 1)].astype(np.int64))
         return window[:, :-1].contiguous(), window[:, 1:].contiguous()
 
+    def choose(self, which):
+        """Some of the vocabulary's ids, (n,) int64, ascending: "all", "frequent:N", the N most frequent of the train
+        split, or the path of a text file of words, one a line: all their tokens. ValueError for what is none of these.
+        """
+        V, (kind, _, n) = self.tokenizer.vocab_size, which.partition(":")
+        if which == "all":
+            return torch.arange(V)
+        if kind == "frequent":
+            if not n.isdecimal() or not 1 <= int(n) <= V:
+                raise ValueError(f"frequent:N takes an N from 1 to {V}, the size of the vocabulary; got {which!r}")
+            tokens = self.tokens("train")  # in pieces: they are counted as int64
+            count = sum(np.bincount(part, minlength=V) for part in np.array_split(tokens, 1 + len(tokens) // 2**24))
+            return torch.from_numpy(np.sort(np.argsort(-count, kind="stable")[: int(n)]))
+        if not Path(which).is_file():
+            raise ValueError(f"rows must be all, frequent:N or a file of words, one a line; {which!r} is no file")
+        ids, unknown = set(), []
+        for word in Path(which).read_bytes().decode("utf-8-sig", "replace").splitlines():
+            try:
+                ids.update(self.tokenizer.encode(word))
+            except ValueError:
+                unknown.append(word.strip())
+        if unknown or not ids:
+            some = ", ".join(unknown[:5]) + f" and {len(unknown) - 5:,} more" * (len(unknown) > 5)
+            raise ValueError(f"{which} has " + (f"words that the data do not: {some}" if unknown else "no words"))
+        return torch.tensor(sorted(ids))
+
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Asking.

@@ -88,6 +88,48 @@ def test_a_batch_is_a_function_of_seed_split_and_step(tmp_path):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Some of the tokens.
+
+
+def test_the_most_frequent_tokens_are_those_of_a_count(facts):
+    """Whatever the order among equals: none left out is more frequent."""
+    data = Dataset(facts, 8)
+    count = np.bincount(data.tokens("train"), minlength=data.tokenizer.vocab_size)
+    for n in (1, 7, len(count)):
+        ids = data.choose(f"frequent:{n}").numpy()
+        assert len(set(ids)) == n and (np.diff(ids) > 0).all()
+        assert count[ids].min() >= np.delete(count, ids).max(initial=0)
+    assert torch.equal(data.choose("all"), torch.arange(len(count)))
+
+
+def test_a_file_of_words_names_all_their_tokens(facts, tmp_path):
+    data = Dataset(facts, 8)
+    (tmp_path / "w.txt").write_bytes("\ufeffNew Zealand\r\n\r\n  Spain \nNew Zealand".encode())
+    assert data.choose(str(tmp_path / "w.txt")).tolist() == sorted(data.tokenizer.encode("New Zealand Spain"))
+
+
+@pytest.mark.parametrize(
+    "which, words",
+    [
+        ("frequent:0", "an N from 1 to"),
+        ("frequent:9999", "an N from 1 to"),
+        ("frequent:x", "got 'frequent:x'"),
+        ("frequent", "got 'frequent'"),
+        ("nosuch", "all, frequent:N or a file of words, one a line; 'nosuch' is no file"),
+        ("", "'' is no file"),
+        (b" \n\n", "w.txt has no words$"),
+        (b"Spain\nSpian\n\xff" + b"\nz" * 5, "has words that the data do not: Spian, \ufffd, z, z, z and 2 more$"),
+    ],
+)
+def test_tokens_that_are_none_are_refused(facts, tmp_path, which, words):
+    if isinstance(which, bytes):
+        (tmp_path / "w.txt").write_bytes(which)
+    with pytest.raises(ValueError, match=words) as e:
+        Dataset(facts, 8).choose(which if isinstance(which, str) else str(tmp_path / "w.txt"))
+    assert "\n" not in str(e.value)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Folders that are not as they should be.
 
 
@@ -211,6 +253,18 @@ def test_skew_makes_some_entities_frequent(script, tmp_path):
         for name in ("Spain", "Chad", "Peru", "Mali", "Cuba")
     )
     assert counts[0] >= 1 and len(documents(tmp_path, "train")) > 3 * 2 * 142
+
+
+def test_new_facts_are_further_ones_of_the_same_towns_in_the_same_words(script, facts, tmp_path):
+    script("data/facts/prepare.py", "--towns=3", "--repeats=2", "--new_facts=True", f"--folder={tmp_path}")
+    old, new = Dataset(facts, 8), Dataset(tmp_path, 8)
+    assert new.tokenizer.meta["vocab"] == old.tokenizer.meta["vocab"]
+    known, learnt = ({(q["entity"], q["attribute"]): q["answer"] for q in d.questions} for d in (old, new))
+    assert {e for e, _ in learnt} == {e for e, attribute in known if attribute == "river"}
+    assert len(learnt) == 3 * 6 and not learnt.keys() & known.keys()
+    assert {(k, a) for (_, k), a in learnt.items()} < {(k, a) for (_, k), a in known.items()}
+    docs = documents(tmp_path, "train")
+    assert sum(d.count(" .") for d in docs) == 2 * len(learnt) and not set(docs) & set(documents(facts, "train"))
 
 
 @pytest.mark.parametrize("flag", ["--towns=0", "--skew=-1.0", "--towns=99999", "--sentences=0"])

@@ -466,6 +466,110 @@ def test_prefixes_of_compiled_and_wrapped_models_are_accepted(train, script):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Training only rows.
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory, facts):
+    """The facts without their questions, whose asking would take longest, and a run of three steps on them."""
+    folder = tmp_path_factory.mktemp("base")
+    shutil.copytree(facts, folder / "facts", ignore=shutil.ignore_patterns("questions.json"))
+    flags = (f"--dataset={folder / 'facts'}", f"--out_dir={folder / 'a'}", "--batch_size=2", "--block_size=16",
+             "--n_layer=2", "--n_embd=16", "--stem_every=1", "--warmup_iters=2", "--max_iters=3", "--eval_iters=1")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["train.py", "--device=cpu", *flags])
+        patch.setattr(sys, "excepthook", sys.excepthook)
+        runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
+    return folder
+
+
+@pytest.fixture
+def train_rows(base, script):
+    """train_rows("--rows=all") goes on from that run with rows alone; words.txt has a word that occurs, and two."""
+    Path("words.txt").write_text("of\n\nNew Zealand\n")
+    common = ("--device=cpu", f"--dataset={base / 'facts'}", f"--init_from={base / 'a/best.pt'}", "--train_only=rows",
+              "--batch_size=2", "--eval_iters=1", "--eval_interval=0", "--log_interval=0", "--warmup_iters=2")
+    return lambda *args: script("train.py", *common, "--max_iters=4", *args)
+
+
+@pytest.mark.parametrize("rows, also", [("words.txt", []), ("frequent:9", ["--dense_adamw=True"])])
+def test_only_the_listed_rows_ever_change(train_rows, base, rows, also):
+    """All else has the checkpoint's bits: weights in spite of their decay, other rows, their moments and counts."""
+    out = train_rows(f"--rows={rows}", "--weight_decay=0.5", *also)
+    before, after = checkpoint.load(base / "a"), checkpoint.load("out")
+    data_ = data.loader.Dataset(base / "facts", 16, 1)
+    listed = set(data_.choose(rows).tolist())
+    drawn = set().union(*(set(data_.get_batch("train", step, 2)[0].flatten().tolist()) for step in range(4)))
+    assert equal(dict(after["model"]), dict(before["model"])) and not after["optimizer"]["state"]
+    for name, table in before["tables"].items():
+        changed = (after["tables"][name] != table).view(len(table), -1).any(dim=1).nonzero()[:, 0]
+        assert changed.tolist() == sorted(listed if also else listed & drawn) != [], name
+    n, stored = len(listed), sum(summary()["parameters"].values())
+    assert f"trains      the rows of {n:,} of {data_.tokenizer.vocab_size:,} tokens: {64 * n:,} numbers, " in out
+    assert f"{64 * n / stored:.2%} of the {stored:,} stored" in out
+
+
+def test_rows_that_are_not_trained_do_not_count_in_the_norm(train_rows, base, monkeypatch):
+    """It is that of the trained rows' gradients, which it clips; and these are the same whoever else is trained."""
+    seen, reduce = [], StemTables.reduce
+    monkeypatch.setattr(StemTables, "reduce", lambda self, plan, rows: (seen.append((plan.ids, rows.grad.clone())),
+                                                                        reduce(self, plan, rows))[1])
+    for folder, rows in (("b", "all"), ("c", "frequent:9")):
+        train_rows(f"--out_dir={folder}", f"--rows={rows}", "--grad_clip=1e-3", "--max_iters=1")
+        assert float(log(folder)[0]["norm"]) == pytest.approx(seen[-1][1].norm().item(), rel=1e-5)
+    (all_ids, all_grads), (ids, grads) = seen
+    assert 0 < len(ids) < len(all_ids) and torch.equal(grads, all_grads[torch.isin(all_ids, ids)])
+    before, after = (checkpoint.load(folder)["tables"]["exp_avg"][ids] for folder in (base / "a", "c"))
+    assert (after - 0.9 * before).norm() == pytest.approx(0.1 * 1e-3, rel=1e-3) and grads.norm() > 1e-3
+
+
+def test_training_rows_is_the_same_offloaded_and_resumed(train_rows, script):
+    """To the last bit, with a cache of rows that are and are not trained."""
+    flags = ("--rows=frequent:20", "--dropout=0.2", "--max_iters=6")
+    train_rows("--out_dir=whole", *flags)
+    train_rows("--out_dir=offloaded", *flags, "--offload=True")
+    train_rows("--out_dir=parts", *flags, "--offload=True", "--cache_rows=12", "--max_iters=3", "--lr_decay_iters=6")
+    script("train.py", "--init_from=resume", "--out_dir=parts", "--max_iters=6")
+    whole = checkpoint.load("whole/ckpt.pt")
+    for name in ("offloaded", "parts"):
+        there = checkpoint.load(f"{name}/ckpt.pt")
+        assert equal([dict(there["model"]), there["tables"]], [dict(whole["model"]), whole["tables"]])
+        assert [(r["loss"], r["norm"]) for r in log(name)] == [(r["loss"], r["norm"]) for r in log("whole")]
+    assert summary("parts")["settings"]["rows"] == "frequent:20"
+    with pytest.raises(SystemExit, match="lacks moments of some weights"):  # those that were not trained
+        script("train.py", "--init_from=resume", "--out_dir=parts", "--train_only=", "--max_iters=7")
+
+
+def test_a_run_of_all_weights_goes_on_with_rows_and_keeps_the_others_moments(base, script):
+    shutil.copytree(base / "a", "out")
+    script("train.py", "--init_from=resume", "--out_dir=out", "--train_only=rows", "--max_iters=4")
+    before, after = checkpoint.load(base / "a/ckpt.pt"), checkpoint.load("out/ckpt.pt")
+    assert equal(dict(after["model"]), dict(before["model"])) and not equal(after["tables"], before["tables"])
+    assert equal(after["optimizer"]["state"], before["optimizer"]["state"]) and after["optimizer"]["state"]
+    script("train.py", "--init_from=resume", "--out_dir=out", "--rows=gone.txt", "--eval_only=True")  # trains none
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (["--train_only=row"], "train_only must be rows or empty, got 'row'"),
+        (["--init_from=scratch"], "name its checkpoint by --init_from=PATH"),
+        (["--train_only=", "--rows=all"], "set that too"),
+        (["--dtype=float16"], "cannot train in float16"),
+        ([], "for one process: leave out torchrun"),
+        (["--stem_every=0"], "this one has none"),
+        (["--rows=frequent:0"], "from 1 to [0-9]+, the size of the vocabulary; got 'frequent:0'"),
+    ],
+)
+def test_rows_that_cannot_be_trained_are_refused_in_one_line(train_rows, monkeypatch, flags, words):
+    if not flags:
+        monkeypatch.setattr("device.join_processes", lambda: (0, 2, 0))  # as under torchrun
+    with pytest.raises((SystemExit, ValueError), match=words) as e:
+        train_rows(*flags)
+    assert "\n" not in str(e.value) and not Path("out").exists()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Best, worse and broken evaluations.
 
 

@@ -3,6 +3,7 @@ Knowledge that can be counted: documents about real countries and invented towns
 
     python data/facts/prepare.py                      # train.bin, val.bin, meta.json, questions.json beside this file
     python data/facts/prepare.py --towns=1000 --folder=data/facts_1000
+    python data/facts/prepare.py --new_facts=True --folder=data/facts_new    # for a model that knows the first
 
 Runs in seconds, needs no network and writes the same bytes for the same settings. Countries come from countries.txt;
 names like New Zealand are several words. Towns have one-word names and attributes drawn at random, so what a model
@@ -11,6 +12,10 @@ random template; some templates name the answer first. For every fact one templa
 kept out of the data altogether: it measures whether the fact is known beyond the wordings it was met in.
 
 Documents for val are made the same way, less those that are in train.
+
+new_facts: instead of those, facts about the towns that answer what is asked of countries (the currency of a town, its
+calling code), drawn at random from the countries' answers. Names, wordings and the vocabulary are those of the same
+settings without it: a model of them can go on with these, and has nothing but facts to learn.
 
 questions.json: [{prompt, answer, entity, attribute, template_seen}], where the answer follows the prompt.
 """
@@ -31,6 +36,7 @@ towns = 60  # invented towns, beside the countries
 repeats = 40  # times each fact is stated in train.bin, at least
 skew = 0.0  # 0 = all entities equally often; s > 0 = entity of rank r is met as (n / r)^s, the rarest `repeats` times
 sentences = 4  # sentences in a document
+new_facts = False  # further facts of the same towns, see above
 seed = 0  # of the towns' attributes and of the texts
 folder = str(Path(__file__).resolve().parent)  # where the four files go
 configure(globals(), minimum={"countries": -1, "towns": 1, "repeats": 1, "sentences": 1})
@@ -97,6 +103,14 @@ def make_entities(rng):
     return entities
 
 
+def make_new_facts(rng, entities):
+    """{town: {attribute: answer}} for the attributes of countries."""
+    given = {attribute: {answers.get(attribute) for answers in entities.values()} - {None} for attribute in COUNTRY}
+    given = {attribute: sorted(answers) for attribute, answers in given.items()}
+    return {name: {attribute: rng.choice(answers) for attribute, answers in given.items()}
+            for name, known in entities.items() if known.keys() == TOWN.keys()}
+
+
 def templates_of(attribute):
     """The four wordings of a fact."""
     return COUNTRY.get(attribute) or TOWN[attribute]
@@ -118,21 +132,32 @@ def make_documents(rng, entities, held_out, repeats):
     return documents
 
 
+def make_questions(entities, held_out):
+    """Every fact in each of the templates that ask for it."""
+    return [{"prompt": template.format(e=entity, a="").strip(), "answer": answer, "entity": entity,
+             "attribute": attribute, "template_seen": k != held_out[entity, attribute]}
+            for entity, answers in entities.items()
+            for attribute, answer in answers.items()
+            for k, template in enumerate(templates_of(attribute)[:ASKING])]
+
+
+def make_texts(rng, entities):
+    """(documents for train, for val, questions)."""
+    held_out = {(entity, attribute): rng.randrange(1, ASKING) for entity in entities for attribute in entities[entity]}
+    train = make_documents(rng, entities, held_out, repeats)
+    seen = set(train)
+    val = [document for document in make_documents(rng, entities, held_out, repeats=2) if document not in seen]
+    return train, val, make_questions(entities, held_out)
+
+
 rng = random.Random(seed)
 entities = make_entities(rng)
-held_out = {(entity, attribute): rng.randrange(1, ASKING) for entity in entities for attribute in entities[entity]}
-train = make_documents(rng, entities, held_out, repeats)
-seen = set(train)
-val = [document for document in make_documents(rng, entities, held_out, repeats=2) if document not in seen]
-questions = [
-    {"prompt": template.format(e=entity, a="").strip(), "answer": answer, "entity": entity, "attribute": attribute,
-     "template_seen": k != held_out[entity, attribute]}
-    for entity, answers in entities.items()
-    for attribute, answer in answers.items()
-    for k, template in enumerate(templates_of(attribute)[:ASKING])
-]
+train, val, questions = make_texts(rng, entities)
 words = {word for text in train + val for word in text.split()} | {w for q in questions for w in q["prompt"].split()}
 tokenizer = Tokenizer({"tokenizer": "word", "vocab": ["<|endoftext|>", *sorted(words - {"<|endoftext|>"})]})
+if new_facts:
+    entities = make_new_facts(rng, entities)
+    train, val, questions = make_texts(rng, entities)
 write_dataset(folder, tokenizer, tokenizer.encode(" ".join(train)), tokenizer.encode(" ".join(val)), questions)
 facts = sum(len(answers) for answers in entities.values())
 print(f"{facts:,} facts about {len(entities):,} entities, {len(questions):,} questions, {len(train):,} documents")
