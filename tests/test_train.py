@@ -79,8 +79,27 @@ def test_twins_differ_in_stem_and_folder_only(data):
 @pytest.mark.parametrize("name", sorted(p.stem for p in (ROOT / "config").glob("*.py")))
 def test_every_config_is_one(script, name):
     """Its settings exist and agree; no data is needed for a dry run, and the twin's folder is not its own."""
-    out = script("train.py", f"config/{name}.py", "--vocab_size=300", "--dry_run=True")
+    out = script("train.py", f"config/{name}.py", "--init_from=scratch", "--vocab_size=300", "--dry_run=True")
     assert f"out_dir=out/{name}," in out and ("STEM: none" in out) == name.startswith("dense")
+
+
+@pytest.mark.parametrize("size", ["small", "shakespeare", "1b"])
+def test_stages_go_on_from_each_other(size):
+    """Weights, the schedule where it is continued, and rope_base with the length."""
+    first, mid, last = (runpy.run_path(str(ROOT / f"config/stem_{size}{s}.py")) for s in ("", "_midtrain", "_extend"))
+    assert [c["init_from"] for c in (mid, last)] == [c["out_dir"] + "/best.pt" for c in (first, mid)]
+    longer = last["block_size"] // first["block_size"]
+    assert longer > 1 and last["rope_base"] == longer * first.get("rope_base", 10000.0) and last["doc_mask"]
+    assert mid["learning_rate"] == first["min_lr"] if mid["warmup_iters"] == 0 else "min_lr" not in first
+
+
+def test_an_extension_keeps_the_shape_and_trains(train, script, facts, monkeypatch):
+    monkeypatch.setattr(data.loader, "recall", lambda *_: {})
+    train("--max_iters=1")
+    few = ("--max_iters=1", "--batch_size=1", "--eval_iters=1", "--device=cpu", "--eval_interval=0")
+    script("train.py", "config/stem_small_extend.py", "--init_from=out/ckpt.pt", f"--dataset={facts}", *few)
+    a, b = (checkpoint.load(name)["model_config"] for name in ("out", "out/stem_small_extend"))
+    assert b == a | {"block_size": 512, "rope_base": 80000.0, "doc_id": 0}
 
 
 def test_the_1b_config_has_the_papers_counts(script):
