@@ -27,7 +27,7 @@ FORMAT = 1  # goes up when an older load() could not read the file
 MODEL_KEYS = ("model_config", "meta", "model", "tables")
 RUN_KEYS = {"settings": dict, "optimizer": dict, "scaler": dict, "step": int, "seconds": float,
             "best_val_loss": float}
-FREE = ("block_size", "dropout", "wte_dropout", "rope_base")  # of a shape: what weights do not depend on
+FREE = ("block_size", "dropout", "wte_dropout", "rope_base", "doc_id")  # of a shape: what weights do not depend on
 
 
 def save(path, checkpoint):

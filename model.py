@@ -43,6 +43,7 @@ class GPTConfig:
     stem_every: int  # 0 = dense, 3 = a third of the layers, 2 = half, 1 = all
     stem_first: int  # first layer that may be STEM
     stem_variant: str  # what U[t] replaces: up (STEM), gate, add (to W_u x, replacing nothing), hybrid; hash: Hash-MoE
+    doc_id: int = -1  # of what starts a document, whose tokens attend to each other alone; -1 = to all, as of old
 
     def __post_init__(self):
         self.n_kv_head = self.n_kv_head or self.n_head
@@ -117,7 +118,7 @@ class KVCache:
     """Keys and values of the tokens seen so far, for generation; allocated in whatever dtype attention computes in."""
 
     def __init__(self, block_size):
-        self.block_size, self.length, self.layers = block_size, 0, {}
+        self.block_size, self.length, self.layers, self.ids = block_size, 0, {}, None
 
     def append(self, layer, k, v):  # (B, H_kv, T, D) -> (B, H_kv, length + T, D), twice
         if layer not in self.layers:
@@ -128,6 +129,11 @@ class KVCache:
         kv[0, :, :, self.length : end] = k
         kv[1, :, :, self.length : end] = v
         return kv[0, :, :, :end], kv[1, :, :, :end]
+
+    def with_past(self, ids):  # (B, T) -> (B, length + T)
+        """The ids of what the cache holds and these, which it keeps: they say where its documents are."""
+        self.ids = torch.cat((self.ids, ids), dim=1) if self.length else ids
+        return self.ids
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -144,7 +150,7 @@ class Attention(nn.Module):
         self.w_qkv = Linear(config.n_embd, (config.n_head + 2 * config.n_kv_head) * self.D)
         self.w_out = Linear(config.n_embd, config.n_embd)
 
-    def forward(self, h, cos_sin, mask, cache):  # (B, T, C), (2, T, D), (T, length + T) or None -> (B, T, C)
+    def forward(self, h, cos_sin, mask, cache):  # (B, T, C), (2, T, D), (.., T, length + T) or None -> (B, T, C)
         B, T, C = h.shape
         H, H_kv = self.heads
         qk, v = self.w_qkv(h).view(B, T, -1, self.D).split((H + H_kv, H_kv), dim=2)
@@ -203,10 +209,13 @@ class GPT(nn.Module):
         T, start = ids.size(1), 0 if cache is None else cache.length
         if start + T > self.config.block_size:
             raise ValueError(f"{start + T} tokens do not fit into block_size {self.config.block_size}; crop them")
-        mask = None  # one new token sees all there is, and tokens without a past have the causal kernel
-        if start and T > 1:
+        mask, doc_id = None, self.config.doc_id  # one new token sees all, tokens without a past have the causal kernel
+        if start and T > 1 or doc_id >= 0:
             position = torch.arange(start + T, device=ids.device)
             mask = position <= position[start:, None]
+        if doc_id >= 0:
+            document = ((ids if cache is None else cache.with_past(ids)) == doc_id).cumsum(1)  # 0 began before
+            mask = mask & (document[:, None, start:, None] == document[:, None, None])  # (B, 1, T, length + T)
         h = self.wte(ids).to(self.dtype)  # (B, T, C)
         if self.training and self.config.wte_dropout:
             h = h * (torch.rand(h.shape[:2], device=h.device) >= self.config.wte_dropout)[..., None]

@@ -211,16 +211,52 @@ def test_half_precision_computes_in_it_and_keeps_masters():
     assert (logits - logits_of(model, tables, ids)).abs().mean() < 0.1 * logits.abs().mean()
 
 
+@pytest.mark.parametrize("shape", [dict(stem_every=0), dict(n_kv_head=2)])
+def test_a_documents_logits_do_not_depend_on_its_neighbours(shape):
+    """Nor on where it begins, up to rounding, since positions are relative; without the mask they do."""
+    model, tables = tiny_model(**shape, doc_id=0)
+    document = torch.cat((torch.zeros(1, dtype=torch.int64), torch.randint(1, 50, (5,))))
+    before, after = torch.randint(1, 50, (2, 2, 8))
+    before[1, 5] = 0  # one neighbour is the end of a document, the other two documents
+    windows = torch.stack([torch.cat((before[i], document, after[j, :2])) for i in (0, 1) for j in (0, 1)])
+    for doc_id in (0, -1):
+        model.config.doc_id = doc_id
+        alone, got = logits_of(model, tables, document[None]), logits_of(model, tables, windows)[:, 8:14]
+        moved = logits_of(model, tables, windows[:, 4:])[:, 4:10]
+        assert torch.equal(got[:1], got[1:2]) and torch.equal(got[2:3], got[3:])  # what comes behind is never seen
+        for other in (got[2:3], alone, moved):
+            assert torch.allclose(got[:1], other, rtol=1e-4, atol=1e-4) == (doc_id == 0)
+            assert doc_id == 0 or (got[:1] - other).abs().max() > 0.1
+
+
+def test_the_mask_is_that_of_a_loop_over_pairs(monkeypatch):
+    """Of a window that begins amid a document and has one of a single token; with -1 the causal kernel is asked."""
+    model, tables = tiny_model(doc_id=7)
+    ids = torch.tensor([[3, 4, 7, 5, 7, 7, 6, 1], [7, 3, 4, 5, 6, 1, 2, 7]])
+    masks, attention = [], F.scaled_dot_product_attention
+    monkeypatch.setattr(F, "scaled_dot_product_attention",
+                        lambda *a, **k: (masks.append((k["attn_mask"], k["is_causal"])), attention(*a, **k))[1])
+    logits_of(model, tables, ids)
+    for b, row in enumerate(ids.tolist()):
+        for i in range(8):
+            for j in range(8):
+                assert masks[0][0][b, 0, i, j] == (j <= i and 7 not in row[j + 1 : i + 1])
+    model.config.doc_id = -1
+    logits_of(model, tables, ids)
+    assert [m for m in masks[3:]] == [(None, True)] * 3
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Generation.
 
 
-@pytest.mark.parametrize("shape", [{}, dict(n_kv_head=2), dict(stem_every=0)])
+@pytest.mark.parametrize("shape", [{}, dict(n_kv_head=2), dict(stem_every=0), dict(n_kv_head=2, doc_id=0)])
 @pytest.mark.parametrize("chunks", [[16], [1] * 16, [5, 1, 7, 3]])
 def test_cached_logits_equal_full_ones_at_every_position(shape, chunks):
     """Prefill, single tokens and a prefill in pieces: the rows are the current tokens', the positions go on."""
     model, tables = tiny_model(torch.float64, **shape)
     ids = torch.randint(50, (3, 16))
+    ids[:2, 4] = ids[1:, 9] = 0  # with doc_id documents start in different places
     cache = KVCache(16)
     pieces = [logits_of(model, tables, part, cache) for part in ids.split(chunks, dim=1)]
     torch.testing.assert_close(torch.cat(pieces, dim=1), logits_of(model, tables, ids), rtol=1e-10, atol=1e-12)
@@ -236,6 +272,17 @@ def test_greedy_text_is_the_same_with_and_without_cache_across_block_size(B, pro
     texts = [torch.stack(list(model.generate(tables, ids, 50, temperature=0, use_cache=c))) for c in (True, False)]
     assert torch.equal(*texts) and texts[0].shape == (50, B)
     assert len(texts[0].unique()) > 3  # not one token for ever
+
+
+def test_a_text_of_several_documents_is_the_same_with_and_without_cache():
+    """Across full contexts, too, which are read again."""
+    texts = []
+    for doc_id, use_cache in ((0, True), (0, False), (-1, True)):
+        model, tables = tiny_model(torch.float64, vocab_size=8, doc_id=doc_id)
+        ids = torch.randint(8, (3, 20))
+        texts.append(torch.stack(list(model.generate(tables, ids, 36, use_cache=use_cache))))
+    assert torch.equal(texts[0], texts[1]) and not torch.equal(texts[0], texts[2])
+    assert ((texts[0] == 0).sum(0) > 1).all()
 
 
 def sample_once(logits, **how):

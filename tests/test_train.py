@@ -79,8 +79,27 @@ def test_twins_differ_in_stem_and_folder_only(data):
 @pytest.mark.parametrize("name", sorted(p.stem for p in (ROOT / "config").glob("*.py")))
 def test_every_config_is_one(script, name):
     """Its settings exist and agree; no data is needed for a dry run, and the twin's folder is not its own."""
-    out = script("train.py", f"config/{name}.py", "--vocab_size=300", "--dry_run=True")
+    out = script("train.py", f"config/{name}.py", "--init_from=scratch", "--vocab_size=300", "--dry_run=True")
     assert f"out_dir=out/{name}," in out and ("STEM: none" in out) == name.startswith("dense")
+
+
+@pytest.mark.parametrize("size", ["small", "shakespeare", "1b"])
+def test_stages_go_on_from_each_other(size):
+    """Weights, the schedule where it is continued, and rope_base with the length."""
+    first, mid, last = (runpy.run_path(str(ROOT / f"config/stem_{size}{s}.py")) for s in ("", "_midtrain", "_extend"))
+    assert [c["init_from"] for c in (mid, last)] == [c["out_dir"] + "/best.pt" for c in (first, mid)]
+    longer = last["block_size"] // first["block_size"]
+    assert longer > 1 and last["rope_base"] == longer * first.get("rope_base", 10000.0) and last["doc_mask"]
+    assert mid["learning_rate"] == first["min_lr"] if mid["warmup_iters"] == 0 else "min_lr" not in first
+
+
+def test_an_extension_keeps_the_shape_and_trains(train, script, facts, monkeypatch):
+    monkeypatch.setattr(data.loader, "recall", lambda *_: {})
+    train("--max_iters=1")
+    few = ("--max_iters=1", "--batch_size=1", "--eval_iters=1", "--device=cpu", "--eval_interval=0")
+    script("train.py", "config/stem_small_extend.py", "--init_from=out/ckpt.pt", f"--dataset={facts}", *few)
+    a, b = (checkpoint.load(name)["model_config"] for name in ("out", "out/stem_small_extend"))
+    assert b == a | {"block_size": 512, "rope_base": 80000.0, "doc_id": 0}
 
 
 def test_the_1b_config_has_the_papers_counts(script):
@@ -106,6 +125,8 @@ def test_a_users_path_is_not_a_dataset_of_the_same_name(train, facts):
 def test_data_without_questions_has_no_recall(script, train, tmp_path):
     (tmp_path / "t.txt").write_text("to be or not to be\n" * 50)
     script("data/shakespeare_char/prepare.py", "--input=t.txt", f"--folder={tmp_path / 'chars'}")
+    with pytest.raises(SystemExit, match="chars's tokenizer has no <|endoftext|> to start them"):
+        train(f"--dataset={tmp_path / 'chars'}", "--doc_mask=True")
     out = train(f"--dataset={tmp_path / 'chars'}")
     assert summary()["recall"] is None and "recall " not in out
     assert (
@@ -182,6 +203,7 @@ def test_the_dense_twin_runs_through_the_same_loop(train):
         ["--grad_clip=0.0"],
         ["--rope_base=500.0"],
         ["--d_ff=40"],
+        ["--doc_mask=True"],
         ["--weight_decay=0.0"],
         ["--seed=7"],
         ["--eval_interval=0", "--log_interval=0"],
@@ -444,6 +466,32 @@ def test_starting_from_weights_takes_shape_weights_and_tables_but_no_state(train
     assert equal(a["model"], b["model"]) and equal(a["tables"], b["tables"])
     assert b["step"] == 0 and not b["optimizer"]["state"] and b["settings"]["learning_rate"] == 0.5
     assert b["model_config"] == a["model_config"] | {"block_size": 8}
+
+
+def test_documents_stay_apart_in_all_that_a_checkpoint_is_for(train, script, facts, monkeypatch):
+    """Training, sampling, and runs that start from it; a file from before there was doc_id has none."""
+    monkeypatch.setattr(data.loader, "recall", lambda *_: {})
+    losses = {}
+    for name, doc_id in (("apart", 0), ("across", -1)):
+        train(f"--doc_mask={doc_id == 0}", f"--out_dir={name}", "--max_iters=1", "--block_size=32")
+        losses[name], c = log(name)[0]["loss"], checkpoint.load(f"{name}/ckpt.pt")
+        assert c["model_config"].pop("doc_id") == doc_id
+    assert losses["apart"] != losses["across"]
+    c["model"] = {name: 10 * w if w.dim() == 2 else w for name, w in c["model"].items()}  # so that all depends on all
+    checkpoint.save("old.pt", c)
+    checkpoint.save("new.pt", c | {"model_config": c["model_config"] | {"doc_id": 0}})
+    ask, text = ("--device=cpu", "--temperature=0", "--max_new_tokens=12"), "<|endoftext|> The capital of"
+    for name, same in (("new.pt", True), ("old.pt", False)):
+        said = [script("sample.py", f"--out_dir={name}", f"--start={before} {text}", *ask).split(text)[1]
+                for before in ("Spain is", "<|endoftext|> The river")]
+        assert (said[0] == said[1]) == same
+    flags = "--eval_only=True", f"--dataset={facts}", "--eval_iters=2", "--device=cpu"
+    for name, *flag in (["new"], ["new", "--doc_mask=False"], ["old"], ["old", "--doc_mask=True"]):
+        out = script("train.py", f"--init_from={name}.pt", *flags, *flag)
+        losses[(name, *flag)] = out.split("val loss ")[1]
+    assert losses["new",] == losses["old", "--doc_mask=True"] != losses["old",] == losses["new", "--doc_mask=False"]
+    script("train.py", "--init_from=resume", "--out_dir=apart", "--max_iters=2")
+    assert checkpoint.load("apart/ckpt.pt")["model_config"]["doc_id"] == 0
 
 
 def test_eval_only_measures_and_writes_nothing(train, script):
