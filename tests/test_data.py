@@ -255,22 +255,32 @@ def test_skew_makes_some_entities_frequent(script, tmp_path):
     assert counts[0] >= 1 and len(documents(tmp_path, "train")) > 3 * 2 * 142
 
 
-def test_new_facts_are_further_ones_of_the_same_towns_in_the_same_words(script, facts, tmp_path):
+def test_new_facts_are_further_ones_of_the_same_towns_in_the_same_words(script, all_facts, tmp_path):
     script("data/facts/prepare.py", "--towns=3", "--repeats=2", "--new_facts=True", f"--folder={tmp_path}")
-    old, new = Dataset(facts, 8), Dataset(tmp_path, 8)
+    old, new = Dataset(all_facts, 8), Dataset(tmp_path, 8)
     assert new.tokenizer.meta["vocab"] == old.tokenizer.meta["vocab"]
     known, learnt = ({(q["entity"], q["attribute"]): q["answer"] for q in d.questions} for d in (old, new))
     assert {e for e, _ in learnt} == {e for e, attribute in known if attribute == "river"}
     assert len(learnt) == 3 * 6 and not learnt.keys() & known.keys()
     assert {(k, a) for (_, k), a in learnt.items()} < {(k, a) for (_, k), a in known.items()}
     docs = documents(tmp_path, "train")
-    assert sum(d.count(" .") for d in docs) == 2 * len(learnt) and not set(docs) & set(documents(facts, "train"))
+    assert sum(d.count(" .") for d in docs) == 2 * len(learnt) and not set(docs) & set(documents(all_facts, "train"))
 
 
-@pytest.mark.parametrize("flag", ["--towns=0", "--skew=-1.0", "--towns=99999", "--sentences=0"])
+def test_facts_about_towns_alone(script, tmp_path):
+    script("data/facts/prepare.py", "--countries=0", "--towns=12", "--repeats=1", f"--folder={tmp_path}")
+    data = Dataset(tmp_path, 8)
+    assert len({(q["entity"], q["attribute"]) for q in data.questions}) == 12 * 8
+    assert "Spain" not in data.meta["vocab"] and data.tokenizer.vocab_size < 200
+
+
+@pytest.mark.parametrize(
+    "flag",
+    ["--towns=0", "--countries=-2", "--new_facts=True --countries=0", "--skew=-1.0", "--towns=99999", "--sentences=0"],
+)
 def test_facts_that_cannot_be_made_are_refused(script, tmp_path, flag):
     with pytest.raises(SystemExit, match="at least|at most"):
-        script("data/facts/prepare.py", flag, f"--folder={tmp_path / 'none'}")
+        script("data/facts/prepare.py", *flag.split(), f"--folder={tmp_path / 'none'}")
     assert not (tmp_path / "none").exists()
 
 

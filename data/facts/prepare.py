@@ -40,6 +40,8 @@ new_facts = False  # further facts of the same towns, see above
 seed = 0  # of the towns' attributes and of the texts
 folder = str(Path(__file__).resolve().parent)  # where the four files go
 configure(globals(), minimum={"countries": -1, "towns": 1, "repeats": 1, "sentences": 1})
+if new_facts and not countries:
+    raise SystemExit("new_facts are what countries are asked: countries must be at least 1, or -1 for all")
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Templates. The first three ask: they name the attribute, then the entity, then the answer. The last names it first.
