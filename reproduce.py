@@ -49,7 +49,7 @@ VARIANTS = {"dense": {"stem_every": 0}, "Hash-MoE": {"stem_every": 3, "stem_vari
             "gate": {"stem_every": 3, "stem_variant": "gate"}, "add": {"stem_every": 3, "stem_variant": "add"},
             "hybrid": {"stem_every": 3, "stem_variant": "hybrid"}, "every layer": {"stem_every": 1, "stem_first": 0}}
 ALL = "123456789"  # claims
-RATES = (6e-3, 1.2e-2, 2.4e-2)  # learning rates to choose from: on plays for plays, on facts for all else
+RATES = (3e-3, 6e-3, 1.2e-2, 2.4e-2)  # learning rates to choose from: on plays for plays, on facts for all else
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Runs. A claim asks for those that it needs by runs(); what is missing is run, and the claim asked again.
