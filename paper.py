@@ -127,6 +127,7 @@ def claim_1(runs):
     Paper, 350 M, mean of 8 tasks: dense 49.72, Hash-MoE 50.58, STEM-1/3 50.90, 1/2 54.20, full 53.43, gate 49.10, add
     50.60; ROI 1, 1.02, 1.08, 1.20, 1.33; no more loss spikes in STEM than in dense, unlike Hash-MoE. Hash-MoE, gate and
     add are in the layers of STEM-1/3. The plays are Shakespeare's, in 4,095 byte pairs and one for all the rarer.
+    Tokens a second are those of runs side by side, and of whatever else there was to do; bench.py compares speed.
     """
     columns = ["total M", "active M", "MFLOP a token", "val loss", "spikes", "tokens a second"]
     names = (DENSE, HASH, THIRD, HALF, FULL, GATE, ADD)
