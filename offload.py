@@ -225,7 +225,7 @@ class HostTables:
             "rows": U, "hot": n_hot, "early": U - n_hot - len(late), "late": len(late),
             "row_hit_rate": n_hot / max(1, U),
             "token_hit_rate": int(torch.isin(plan.inv, hot).sum()) / max(1, plan.inv.numel()), "swaps": 0,
-            "bytes_up": (U - n_hot) * self.R * self.early.buffer.itemsize, "bytes_down": (U - n_hot) * self.R * 4,
+            "bytes_up": (U - n_hot) * self.R * self.early.buffer.itemsize, "bytes_down": 0,
             "device_bytes": held, "host_stall_ms": 1000 * (time.perf_counter() - start)}
 
     # -----------------------------------------------------------------------------------------------------------------
@@ -298,7 +298,7 @@ class HostTables:
 
     def update(self, plan, rows, lr):
         """As of StemTables; returns at once, and uses rows.grad up. Whatever comes next waits for what it needs."""
-        self.running = None
+        running, self.running = self.running or plan, None  # whose rows were fetched; `plan` may be a part of them
         grad, rows.grad = rows.grad, None
         if grad is None:
             return
@@ -314,7 +314,8 @@ class HostTables:
             ready = torch.cuda.Event()
             ready.record()
         self._submit(self._adamw, plan.ids[cold], grad, ready, lr)
-        self.slots.use(plan.ids)
+        self.moved["bytes_down"] = len(cold) * self.R * 4
+        self.slots.use(running.ids)
         self.updates += 1
         if len(self.slots.token) and self.updates % self.rebalance_interval == 0:
             self._rebalance()

@@ -160,8 +160,6 @@ def claim_3(runs):
     linearly; FLOPs a token stay. Measured on Shakespeare in all of GPT-2's byte pairs; eighths of it stand for seeds,
     and S d_ff is the 96 of STEM-1/3 above.
     """
-    if not (HERE / "data/shakespeare/meta.json").is_file():
-        return {}, [], None
     parts = np.array_split(Dataset(HERE / "data/shakespeare", 1).tokens("train"), 8)
     counts = {n: [float(mean(len(np.unique(part[i : i + n])) for i in range(0, len(part) - n, max(n, 2048))))
                   for part in parts] for n in (2**i for i in range(5, 16))}

@@ -121,6 +121,8 @@ def compare_processes(name):
 
 if __name__ == "__main__":
     configure(globals(), minimum={"steps": 1})
+    for dataset in datasets.split(","):  # said now, not after minutes
+        open_dataset(dataset, 256, 0)
     for dataset in datasets.split(","):
         compare_caches(dataset)
         compare_processes(dataset)

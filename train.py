@@ -151,13 +151,13 @@ if not (dry_run and vocab_size):
         total(0)
     vocab_size = vocab_size or data.tokenizer.vocab_size
     doc_id = data.tokenizer.end_id if doc_mask else doc_id
-    if doc_id is None:
-        raise SystemExit(f"doc_mask needs documents, and {dataset}'s tokenizer has no <|endoftext|> to start them")
 model_config = GPTConfig(**{field.name: globals()[field.name] for field in dataclasses.fields(GPTConfig)})
 if train_only and not model_config.stem_layers:
     raise SystemExit("train_only=rows needs a model with table rows, and this one has none: take a STEM checkpoint")
 if start and not dry_run:
     checkpoint.check_fit(start, model_config, data.meta)
+if doc_id is None:
+    raise SystemExit(f"doc_mask needs documents, and {dataset}'s tokenizer has no <|endoftext|> to start them")
 if not dry_run and vocab_size < data.tokenizer.vocab_size:
     raise SystemExit(f"vocab_size {vocab_size} is below the dataset's {data.tokenizer.vocab_size}; 0 takes that")
 print_accounting(model_config, batch_size, gradient_accumulation_steps, world, max(0, cache_rows))

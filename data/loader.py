@@ -117,7 +117,7 @@ class Dataset:
             try:
                 ids.update(self.tokenizer.encode(word))
             except ValueError:
-                unknown.append(word.strip())
+                unknown.append(repr(word.strip()))
         if unknown or not ids:
             some = ", ".join(unknown[:5]) + f" and {len(unknown) - 5:,} more" * (len(unknown) > 5)
             raise ValueError(f"{which} has " + (f"words that the data do not: {some}" if unknown else "no words"))

@@ -118,7 +118,8 @@ def test_a_file_of_words_names_all_their_tokens(facts, tmp_path):
         ("nosuch", "all, frequent:N or a file of words, one a line; 'nosuch' is no file"),
         ("", "'' is no file"),
         (b" \n\n", "w.txt has no words$"),
-        (b"Spain\nSpian\n\xff" + b"\nz" * 5, "has words that the data do not: Spian, \ufffd, z, z, z and 2 more$"),
+        (b"Spain\nSpian\n\xff" + b"\nz" * 5,
+         "has words that the data do not: 'Spian', '\ufffd', 'z', 'z', 'z' and 2 more$"),
     ],
 )
 def test_tokens_that_are_none_are_refused(facts, tmp_path, which, words):
@@ -265,6 +266,11 @@ def test_new_facts_are_further_ones_of_the_same_towns_in_the_same_words(script, 
     assert {(k, a) for (_, k), a in learnt.items()} < {(k, a) for (_, k), a in known.items()}
     docs = documents(tmp_path, "train")
     assert sum(d.count(" .") for d in docs) == 2 * len(learnt) and not set(docs) & set(documents(all_facts, "train"))
+
+
+def test_new_facts_do_not_take_the_place_of_the_first(script):
+    with pytest.raises(SystemExit, match="folder of their own"):
+        script("data/facts/prepare.py", "--new_facts=True")
 
 
 def test_facts_about_towns_alone(script, tmp_path):

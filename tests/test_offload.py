@@ -12,7 +12,7 @@ from conftest import tiny_model
 
 import offload
 from offload import FrozenTables, HostTables, Slots
-from stem import StemTables
+from stem import Plan, StemTables
 
 V, S, M = 40, 3, 8
 DEVICES = [
@@ -312,6 +312,17 @@ def test_a_use_is_a_step_with_the_token_and_evaluations_are_none():
     backward(rows, plan, 0)
     tables.update(plan, rows, 0.1)
     assert tables.slots.freq[[1, 2]].tolist() == [1, 1] and tables.slots.freq.sum() == 2
+
+
+def test_rows_that_are_fetched_and_not_trained_are_used_and_send_nothing_back():
+    _, tables = pair(cache_rows=1)
+    plan = tables.plan(torch.tensor([[1, 2, 3]]))
+    rows = tables.fetch(plan)
+    part = rows.detach()[1:2]
+    part.grad = torch.ones_like(part)
+    tables.update(Plan(torch.tensor([2]), plan.inv), part, 0.1)
+    assert tables.slots.freq.nonzero()[:, 0].tolist() == [1, 2, 3]
+    assert tables.moved["bytes_down"] == S * M * 4 and tables.moved["bytes_up"] == 3 * S * M * 4
 
 
 def test_rows_that_were_hot_once_make_room():

@@ -20,7 +20,7 @@ if SLOW:
     def stop(*args):
         (out / "ckpt.pt").touch()
         sys.exit(130)
-    signal.signal(signal.SIGINT, stop)
+    signal.signal(signal.SIGTERM, stop)
     (out / "started").touch()
     time.sleep(30)
 better = SIGN * [0, 3, 2, 1][int(flags["stem_every"])] * (flags.get("stem_variant", "up") == "up")
@@ -124,12 +124,16 @@ def test_the_rate_is_chosen_at_seed_1_and_finished_runs_skipped(fake, tmp_path, 
     assert not list(tmp_path.rglob("ckpt.pt"))
 
 
-def test_other_settings_are_another_run(fake, tmp_path, monkeypatch):
+def test_other_settings_are_another_run_of_which_nothing_was_measured(fake, tmp_path, monkeypatch):
     reproduce.main()
     n = len(calls(tmp_path))
+    for data in ("plays", "facts200"):
+        (tmp_path / f"out/runs/{data}-dense-seed2/edit.json").write_text("of the run before")
     monkeypatch.setitem(reproduce.SETTINGS, "plays", reproduce.SETTINGS["plays"] | {"max_iters": 7})
     reproduce.main()
     assert len(calls(tmp_path)) == n + n // 2
+    assert not (tmp_path / "out/runs/plays-dense-seed2/edit.json").exists()
+    assert (tmp_path / "out/runs/facts200-dense-seed2/edit.json").exists()
 
 
 @pytest.mark.parametrize("sign, code", [(1, 0), (-1, 1)])
@@ -188,9 +192,17 @@ def test_without_matplotlib_the_report_has_tables(fake, tmp_path, monkeypatch):
 
 
 def test_unknown_claims_are_refused(monkeypatch):
-    monkeypatch.setattr(reproduce, "claims", "1,10")
-    with pytest.raises(SystemExit, match="some of 1,2,3"):
-        reproduce.main()
+    for claims in ("1,10", "12", ""):
+        monkeypatch.setattr(reproduce, "claims", claims)
+        with pytest.raises(SystemExit, match="some of 1,2,3"):
+            reproduce.main()
+
+
+def test_a_claim_without_its_data_is_a_failure(fake, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(reproduce, "claims", "3")
+    monkeypatch.setattr(paper, "HERE", tmp_path)
+    assert reproduce.main() == 1
+    assert "failed: claim 3: there is no dataset" in capsys.readouterr().err
 
 
 def test_real_runs_have_what_claims_look_at(facts, monkeypatch, tmp_path):
@@ -235,6 +247,25 @@ def test_needles_are_told_in_the_prompt(script, tmp_path):
             assert f"{asking} {q['answer']} ." in q["prompt"]
         else:
             assert f"{words[-1]} {q['answer']} ." in q["prompt"] and len(words) == 3 * int(size) + 1
+
+
+@pytest.mark.parametrize(
+    "flag, why",
+    [
+        ("--pairs=999", "pairs must be numbers from 1 to"),
+        ("--lengths=x", "lengths must be numbers from 32 to"),
+        ("--depths=3", "depths must be numbers from 0 to 1, with commas between; got '3'"),
+        ("--countries=0", "no facts about countries and towns"),
+        ("--countries=3", "too few countries or rivers"),
+    ],
+)
+def test_needles_that_cannot_be_are_refused(script, tmp_path, flag, why):
+    countries = flag if flag.startswith("--countries") else "--countries=4"
+    script("data/facts/prepare.py", countries, "--towns=12", "--repeats=1", f"--folder={tmp_path / 'hay'}")
+    with pytest.raises(SystemExit, match=why):
+        flags = [flag] if flag != countries else []
+        script("data/needle/prepare.py", f"--source={tmp_path / 'hay'}", *flags, f"--folder={tmp_path / 'none'}")
+    assert not (tmp_path / "none").exists()
 
 
 def test_plays_are_numbered_by_frequency(script, facts, tmp_path):

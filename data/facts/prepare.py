@@ -42,6 +42,8 @@ folder = str(Path(__file__).resolve().parent)  # where the four files go
 configure(globals(), minimum={"countries": -1, "towns": 1, "repeats": 1, "sentences": 1})
 if new_facts and not countries:
     raise SystemExit("new_facts are what countries are asked: countries must be at least 1, or -1 for all")
+if new_facts and Path(folder).resolve() == Path(__file__).resolve().parent:
+    raise SystemExit("new_facts need a --folder of their own: this one is for the first facts")
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Templates. The first three ask: they name the attribute, then the entity, then the answer. The last names it first.

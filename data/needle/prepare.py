@@ -37,14 +37,31 @@ configure(globals(), minimum={"documents": 20, "asked": 1})
 
 # ---------------------------------------------------------------------------------------------------------------------
 
+
+def numbers(name, kind, least, most):
+    """Those of a setting such as "4,8,16"."""
+    try:
+        found = [kind(x) for x in globals()[name].split(",")]
+    except ValueError:
+        found = []
+    if not found or not all(least <= x <= most for x in found):
+        raise SystemExit(f"{name} must be numbers from {least} to {most}, with commas between; got {globals()[name]!r}")
+    return found
+
+
 rng, hay = random.Random(seed), open_dataset(source, 1, 0)
 answers = {}  # attribute -> all answers
 for q in hay.questions:
     answers.setdefault(q["attribute"], set()).add(q["answer"])
+if not {"continent", "river", "tree", "food", "animal"} <= answers.keys():
+    raise SystemExit(f"{hay.folder} has no facts about countries and towns: take a source by data/facts/prepare.py")
 countries = sorted({q["entity"] for q in hay.questions if q["attribute"] == "continent" and " " not in q["entity"]})
 rivers, keys = sorted(answers["river"]), sorted(answers["tree"] | answers["food"] | answers["animal"])
 facts = [text.strip() for text in hay.tokenizer.decode(hay.tokens("train").tolist()).split(END) if text.strip()]
-sizes = [int(n) for n in pairs.split(",")]
+if min(len(countries), len(rivers)) < 4:
+    raise SystemExit(f"{hay.folder} has too few countries or rivers: take a source of at least 4 and 10 towns")
+sizes = numbers("pairs", int, 1, len(keys))
+contexts, places = numbers("lengths", int, 32, 2**20), numbers("depths", float, 0, 1)
 
 
 def tell(country, river):
@@ -69,11 +86,11 @@ def make_document():
 def make_questions():
     """(kind, words) of each, where words end in the answer and a full stop."""
     for _ in range(asked):
-        for length in map(int, lengths.split(",")):
-            for depth in depths.split(","):
+        for length in contexts:
+            for depth in places:
                 told = tell(rng.choice(countries), rng.choice(rivers)).split()
                 words = " ".join(rng.choices(facts, k=length)).split()[: length - 2 * len(told) + 1]
-                at = int(float(depth) * len(words))
+                at = int(depth * len(words))
                 while at and words[at - 1] != ".":  # between two sentences
                     at -= 1
                 yield f"needle {length}", words[:at] + told + words[at:] + told
