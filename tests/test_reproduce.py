@@ -76,6 +76,20 @@ def test_the_rule_of_the_verdict(a, b, word):
     assert reproduce.verdict(a, b) == word
 
 
+@pytest.mark.parametrize(
+    "a, b, lost",
+    [
+        ([1.0, 1.2], [1.3, 1.5], True),
+        ([1.0, 2.0], [1.3, 1.5], False),
+        ([1.0], [1.4], False),  # one seed, by less than 0.5
+        ([1.0], [1.6], True),
+        ([], [1.0], False),
+    ],
+)
+def test_when_a_claim_that_held_has_failed(a, b, lost):
+    assert reproduce.fails(a, b, 0.5) == lost
+
+
 def test_spikes_are_counted_by_the_window_before():
     losses = np.array([1.0, 1.2] * 300)  # mean 1.1, deviation 0.1: over 1.3 is a spike
     assert paper.spikes(losses) == 0
