@@ -73,7 +73,7 @@ d_ff = 0  # width of the feed-forward layers and of a table row; 0 = 8/3 n_embd,
 dropout = 0.0
 wte_dropout = 0.0  # share of positions whose token embedding is zeroed in training; their table rows stay
 rope_base = 10000.0
-doc_mask = False  # attend to nothing before the document's <|endoftext|>; a CPU's steps take 1.08 as long at T = 512
+doc_mask = False  # attend to nothing before the document's <|endoftext|>; takes the place of the causal kernel
 tie_head = False  # the output head is the token embedding
 stem_every = 3  # every which layer is STEM: 0 = none (dense), 3 = a third, 2 = half, 1 = all from stem_first on
 stem_first = 1  # first layer that may be STEM
